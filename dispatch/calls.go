@@ -24,18 +24,42 @@ type Tokens struct {
 	Experts memory.View
 	// Weights is [T, TopK] of float32: the factors of the rows in a combine. Empty means 1.
 	Weights memory.View
+	// Numbers is memory of the caller for Dispatcher.NumberWords words of int32, or empty: two that the call uses, then what Handle.Counts,
+	// Offsets and RankCounts have, all 0 if the dispatch is given up before that is known. They are there with the dispatch, also in a graph,
+	// and stay when the handle is released. Expert-major layouts have them, on a GPU without Options.HostCounts.
+	Numbers memory.View
 }
 
 // Dispatch sends every token's row to each of its experts. It refuses wrong lengths; an index that is no expert is an *IndexError
 // on every rank. The caller releases the handle.
 func (d *Dispatcher) Dispatch(s device.Stream, t Tokens) (*Handle, error) {
-	return d.dispatch(s, t, kernels.Both)
+	h, _, err := d.dispatch(s, t, kernels.Both, nil)
+	return h, err
+}
+
+// DispatchTo is Dispatch, and Handle.CopyTo of what it leaves, whose Routing it returns if that is wanted. On a GPU it is one call, in which
+// TokenMajor rows are copied as they come, unless Options.MaxSMs bounds that.
+func (d *Dispatcher) DispatchTo(s device.Stream, t Tokens, to Result) (*Handle, *Routing, error) {
+	if d.c.Heap.Device().Kind() != device.HostKind {
+		return d.dispatch(s, t, kernels.Both, &to)
+	}
+	h, err := d.Dispatch(s, t)
+	if err != nil {
+		return nil, nil, err
+	}
+	routing, err := h.CopyTo(s, to)
+	if err != nil {
+		h.Release()
+		return nil, nil, err
+	}
+	return h, routing, nil
 }
 
 // DispatchSend is the first half of Dispatch. Rows may be used after DispatchReceive, or as Handle.Landed allows; other handles
 // may be used in between. The caller may change t when the stream has run this half.
 func (d *Dispatcher) DispatchSend(s device.Stream, t Tokens) (*Handle, error) {
-	return d.dispatch(s, t, kernels.Send)
+	h, _, err := d.dispatch(s, t, kernels.Send, nil)
+	return h, err
 }
 
 // DispatchReceive is the second half of DispatchSend or RedispatchSend.
@@ -45,53 +69,89 @@ func (d *Dispatcher) DispatchReceive(s device.Stream, h *Handle) error {
 	return d.second(s, h, kernels.OpDispatch, kernels.OpRedispatch)
 }
 
-func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase) (*Handle, error) {
+// dispatch makes a dispatch, with a copy of what it leaves where there is an into.
+func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase, into *Result) (*Handle, *Routing, error) {
 	if err := d.whole(phase); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	d.c.Lock()
 	defer d.c.Unlock()
 	if err := d.usable(); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	o := &d.options
-	if err := d.check("experts", t.Experts, -1, o.IndexType); err != nil {
-		return nil, fmt.Errorf("%w (Options.IndexType)", err)
+	tokens, err := d.checkTokensOf(&t)
+	if err == nil && into != nil {
+		err = into.sized()
 	}
-	index := o.IndexType.Size()
-	tokens := int(t.Experts.Len() / (index * int64(o.TopK)))
-	if t.Experts.Len()%(index*int64(o.TopK)) != 0 {
-		return nil, invalid("experts has %d bytes, which is no number of tokens with top-%d of %v", t.Experts.Len(), o.TopK, o.IndexType)
-	}
-	if tokens > o.MaxTokens {
-		return nil, invalid("%d tokens, Options.MaxTokens is %d", tokens, o.MaxTokens)
-	}
-	if t.Weights.Len() > 0 {
-		if err := d.check("weights", t.Weights, 4*int64(tokens)*int64(o.TopK), kernels.Float32); err != nil {
-			return nil, err
-		}
-	}
-	if err := d.checkX(t.X, t.Scales, tokens); err != nil {
-		return nil, fmt.Errorf("%w (experts has %d tokens: %d bytes of top-%d %v, Options.IndexType)", err, tokens, t.Experts.Len(), o.TopK, o.IndexType)
+	if err != nil {
+		return nil, nil, err
 	}
 	h, err := d.take(tokens)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	l := d.op(kernels.OpDispatch, h)
 	l.dispatch = kernels.Dispatch{
 		DispatchCall: d.launchOf(l.kind, h), X: d.own(t.X), Scales: d.own(t.Scales), Experts: d.own(t.Experts), Weights: d.own(t.Weights),
-		Ticket: h.ticket,
+		Ticket: h.ticket, Numbers: d.own(t.Numbers),
 	}
 	l.dispatch.Note.Payload = t.X.Len()
-	if err := d.launch(s, l, phase); err != nil {
+	var routing *Routing
+	if into != nil {
+		if routing, err = d.results(&l.results, h, into, true); err != nil {
+			d.recycle(l)
+		}
+		l.dispatch.Into = &l.results
+	}
+	if err == nil {
+		err = d.launch(s, l, phase)
+	}
+	if err != nil {
 		h.Release()
 		d.mu.Lock()
 		d.next = h.memory // for the call when it is made again
 		d.mu.Unlock()
-		return nil, err
+		return nil, nil, err
 	}
-	return h, nil
+	return h, routing, nil
+}
+
+// checkTokensOf refuses tokens that are not as the options say, and returns how many there are.
+func (d *Dispatcher) checkTokensOf(t *Tokens) (int, error) {
+	o := &d.options
+	if err := d.check("experts", t.Experts, -1, o.IndexType); err != nil {
+		return 0, fmt.Errorf("%w (Options.IndexType)", err)
+	}
+	index := o.IndexType.Size()
+	tokens := int(t.Experts.Len() / (index * int64(o.TopK)))
+	if t.Experts.Len()%(index*int64(o.TopK)) != 0 {
+		return 0, invalid("experts has %d bytes, which is no number of tokens with top-%d of %v", t.Experts.Len(), o.TopK, o.IndexType)
+	}
+	if tokens > o.MaxTokens {
+		return 0, invalid("%d tokens, Options.MaxTokens is %d", tokens, o.MaxTokens)
+	}
+	if t.Weights.Len() > 0 {
+		if err := d.check("weights", t.Weights, 4*int64(tokens)*int64(o.TopK), kernels.Float32); err != nil {
+			return 0, err
+		}
+	}
+	if t.Numbers.Len() > 0 {
+		if err := d.check("numbers", t.Numbers, 4*int64(d.NumberWords()), kernels.Int32); err != nil {
+			return 0, err
+		}
+		switch {
+		case t.Numbers.Ptr()%8 != 0:
+			return 0, invalid("numbers begins at %#x, which is no multiple of 8", t.Numbers.Ptr())
+		case d.bounds.Layout.ByToken():
+			return 0, invalid("there are numbers in the %v layout, which has none", d.bounds.Layout)
+		case o.HostCounts && d.c.Heap.Device().Kind() != device.HostKind:
+			return 0, invalid("there are numbers, and Options.HostCounts is set on a GPU")
+		}
+	}
+	if err := d.checkX(t.X, t.Scales, tokens); err != nil {
+		return 0, fmt.Errorf("%w (experts has %d tokens: %d bytes of top-%d %v, Options.IndexType)", err, tokens, t.Experts.Len(), o.TopK, o.IndexType)
+	}
+	return tokens, nil
 }
 
 // checkX refuses rows and scales of tokens with the wrong length, type or alignment.

@@ -131,6 +131,9 @@ func (d *Dispatcher) Layer() string { return d.options.Layer }
 // MaxRows is the number of rows that fit Handle.Rows. Heap buffers of that many rows serve every call without staging.
 func (d *Dispatcher) MaxRows() int { return int(d.bounds.Rows) }
 
+// NumberWords is the length of Tokens.Numbers.
+func (d *Dispatcher) NumberWords() int { return d.bounds.MappedWords() }
+
 // Memory is the dispatcher's memory in the heap, which holds the views of its handles: its own, and that of Options.Shared, where it has rows there.
 // A caller that knows addresses only can slice views from it.
 func (d *Dispatcher) Memory() (own, shared memory.View) {
@@ -315,7 +318,7 @@ func (d *Dispatcher) recycle(o *op) {
 	d.mu.Unlock()
 	switch o.handle = nil; o.kind {
 	case kernels.OpDispatch, kernels.OpRedispatch:
-		o.dispatch = kernels.Dispatch{}
+		o.dispatch, o.results = kernels.Dispatch{}, kernels.Results{}
 	case kernels.OpCombineBackward:
 		o.backward = kernels.CombineBackward{}
 	case kernels.OpResults:

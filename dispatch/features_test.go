@@ -576,3 +576,22 @@ func TestF3_TokenWeightsThatAreRefused(t *testing.T) {
 		}
 	})
 }
+
+func TestF3_NumbersThatAreRefused(t *testing.T) {
+	local(t, 1, func(r *rank) {
+		for layout, refused := range map[dispatch.Layout]string{
+			dispatch.Flat: "numbers has 16 bytes, want 32", dispatch.TokenMajor: "there are numbers in the token-major layout, which has none",
+		} {
+			d := r.dispatcher(dispatch.Options{Experts: 2, TopK: 1, Hidden: 4, MaxTokens: 3, Layout: layout})
+			tokens := r.tokens(numbers(make([]float32, 8)), []int32{0, 1}, nil)
+			tokens.Numbers = memory.As[int32](memory.Host(make([]byte, 4*d.NumberWords())))
+			if layout == dispatch.Flat {
+				tokens.Numbers = tokens.Numbers.Slice(0, 16)
+			}
+			_, err := d.Dispatch(nil, tokens)
+			require.ErrorIs(r, err, dispatch.ErrInvalid)
+			require.ErrorContains(r, err, refused)
+			require.NoError(r, d.Close(r.Ctx))
+		}
+	})
+}

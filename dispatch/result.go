@@ -37,11 +37,11 @@ func (h *Handle) CopyTo(s device.Stream, to Result) (*Routing, error) {
 	if err := d.copyable(h); err != nil {
 		return nil, err
 	}
-	if to.Length < 0 || to.Length > 1<<31-1 {
-		return nil, invalid("a result of %d rows", to.Length)
+	if err := to.sized(); err != nil {
+		return nil, err
 	}
 	l := d.op(kernels.OpResults, h)
-	routing, err := d.results(&l.results, h, &to)
+	routing, err := d.results(&l.results, h, &to, false)
 	if err != nil {
 		d.recycle(l)
 		return nil, err
@@ -50,6 +50,14 @@ func (h *Handle) CopyTo(s device.Stream, to Result) (*Routing, error) {
 		return nil, err
 	}
 	return routing, nil
+}
+
+// sized refuses a length that is none.
+func (r *Result) sized() error {
+	if r.Length < 0 || r.Length > 1<<31-1 {
+		return invalid("a result of %d rows", r.Length)
+	}
+	return nil
 }
 
 // copyable refuses a handle that cannot be copied. That ranks disagreed in its dispatch is no reason: ranks hear of it at different times, and
@@ -63,8 +71,8 @@ func (d *Dispatcher) copyable(h *Handle) error {
 	return d.held(h, false)
 }
 
-// results describes the copy.
-func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result) (*Routing, error) {
+// results describes the copy, of a dispatch that has been made or of one that is about to be.
+func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result, before bool) (*Routing, error) {
 	m, v, routed, rows := d.bounds, h.ofDispatch(), h.routed(), int64(to.Length)
 	*r = kernels.Results{
 		Launched: kernels.Launched{Note: kernels.Note{Payload: -1, Alone: true}}, Handle: h.memory, Failed: h.err != nil,
@@ -94,11 +102,11 @@ func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result) (*Routin
 		part     kernels.ResultPart
 		turn     uint64
 	}{
-		{"rows", to.Rows, h.views().rows, rows * m.RowBytes(), m.RowType, kernels.ResultPart{Row: m.RowBytes()}, h.rowsTurn},
+		{"rows", to.Rows, h.views().rows, rows * m.RowBytes(), m.RowType, kernels.ResultPart{Row: m.RowBytes(), Rows: true}, h.rowsTurn},
 		{"scales", to.Scales, v.scales, rows * 4 * words, kind, scales, h.rowsTurn},
+		{"sources", to.Sources, v.sources, rows * 8, kernels.Int32, kernels.ResultPart{Row: 8}, h.turn},
 		{"indices", to.Indices, v.indices, rows * k, kernels.Int64, kernels.ResultPart{Row: k, Fills: true, Behind: math.MaxUint32}, h.turn},
 		{"weights", to.Weights, v.weights, rows * w, kernels.Float32, kernels.ResultPart{Row: w, Fills: true}, h.turn},
-		{"sources", to.Sources, v.sources, rows * 8, kernels.Int32, kernels.ResultPart{Row: 8}, h.turn},
 		{"counts", to.Counts, routed.counts, routed.counts.Len(), kernels.Int32, kernels.ResultPart{Fills: true}, h.turn},
 		{"offsets", to.Offsets, routed.offsets, routed.offsets.Len(), kernels.Int32, kernels.ResultPart{Fills: true}, h.turn},
 		{"rank counts", to.RankCounts, routed.rankCounts, routed.rankCounts.Len(), kernels.Int32, kernels.ResultPart{Fills: true}, h.turn},
@@ -112,7 +120,7 @@ func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result) (*Routin
 		if err := d.check(p.name, p.to, p.want, p.kind); err != nil {
 			return nil, err
 		}
-		if err := d.mine(p.name, p.from, p.turn); err != nil {
+		if err := d.mine(p.name, p.from, p.turn); err != nil && !before {
 			return nil, err
 		}
 		p.part.From, p.part.To = d.own(p.from), d.own(p.to)

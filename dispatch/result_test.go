@@ -20,8 +20,27 @@ func (r *rank) untouched(n int64) memory.View { return r.up(bytes.Repeat([]byte{
 
 // checkCopy compares the side's output, which checkRows knows to be right, with a copy of it that has room for length rows.
 func (s *side) checkCopy(st device.Stream, length int) {
+	to, check := s.copies(length)
+	routing, err := s.h.CopyTo(st, to)
+	require.NoError(s.r, err)
+	require.Nil(s.r, routing)
+	s.sync(st)
+	check()
+}
+
+// dispatchTo makes a dispatch and such a copy in one call. The side has made another one before, of other tokens.
+func (s *side) dispatchTo(st device.Stream, length int) {
+	to, check := s.copies(length)
+	var err error
+	s.h, _, err = s.d.DispatchTo(st, s.tokens(), to)
+	require.NoError(s.r, err)
+	s.sync(st)
+	check()
+}
+
+// copies is memory for a copy with room for length rows, and the comparison. The handle says how much that is.
+func (s *side) copies(length int) (to dispatch.Result, check func()) {
 	d, o, h, r := s.d, &s.b.o, s.h, s.r
-	_, came := s.place(s.b.groups(s.me()))
 	words := s.b.scaleWords()
 	apart := o.ScaleColumns && (o.Layout == dispatch.Padded || o.Layout == dispatch.Slab)
 	if apart {
@@ -38,18 +57,28 @@ func (s *side) checkCopy(st device.Stream, length int) {
 	if s.b.byToken() {
 		n = int64(o.TopK)
 	}
-	to := dispatch.Result{
+	to = dispatch.Result{
 		Length: length, Rows: perRow(h.Rows(), row), Scales: perRow(h.Scales(), 4*int64(words)), Indices: perRow(h.Indices(), 8*n),
 		Weights: perRow(h.Weights(), 4*n), Sources: perRow(h.Sources(), 8),
 		Counts: r.untouched(h.Counts().Len()), Offsets: r.untouched(h.Offsets().Len()), RankCounts: r.untouched(h.RankCounts().Len()),
 	}
 	beside := bytes.Repeat([]byte{1, 2, 3}, 25) // of no whole number of words
 	to.From, to.To = r.up(beside), r.untouched(int64(len(beside)))
-	routing, err := h.CopyTo(st, to)
-	require.NoError(r, err)
-	require.Nil(r, routing)
-	s.sync(st)
-	require.Equal(r, beside, r.down(to.To))
+	return to, func() {
+		require.Equal(r, beside, r.down(to.To))
+		s.compare(to, apart)
+	}
+}
+
+// compare compares a copy with the output. Scales that lie apart are those of each expert.
+func (s *side) compare(to dispatch.Result, apart bool) {
+	o, h, r, length := &s.b.o, s.h, s.r, to.Length
+	_, came := s.place(s.b.groups(s.me()))
+	words := s.b.scaleWords()
+	row, n := int64(o.Hidden)*s.b.rowType().Size(), int64(1)
+	if s.b.byToken() {
+		n = int64(o.TopK)
+	}
 	require.Equal(r, r.down(h.Counts()), r.down(to.Counts))
 	require.Equal(r, r.down(h.Offsets()), r.down(to.Offsets))
 	require.Equal(r, r.down(h.RankCounts()), r.down(to.RankCounts))
@@ -100,6 +129,10 @@ func TestResultsInMemoryOfTheCaller(t *testing.T) {
 						for _, length := range []int{came, 0, came / 2, came + 1, d.MaxRows(), d.MaxRows() + 3} {
 							s.checkCopy(on, length)
 						}
+						s.h.Release()
+						s.b = randomBatch(rng, o, n, i == 1)
+						s.dispatchTo(on, rng.IntN(d.MaxRows()+2))
+						s.checkRows()
 						s.h.Release()
 					}
 					require.NoError(r, st.Close())

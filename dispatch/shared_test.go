@@ -68,6 +68,12 @@ func (x *shapes) call(rng, own *rand.Rand, stream device.Stream) {
 	}
 	_, came := s.place(s.b.groups(s.me()))
 	s.checkCopy(stream, own.IntN(came+3))
+	if rng.IntN(3) == 0 {
+		s.h.Release()
+		s.b = randomBatch(rng, s.b.o, r.Size(), false)
+		s.dispatchTo(stream, own.IntN(came+3))
+		s.checkRows()
+	}
 	if own.IntN(4) == 0 {
 		time.Sleep(time.Duration(own.IntN(400)) * time.Microsecond)
 	}

@@ -52,16 +52,24 @@ func (s *side) tokens() dispatch.Tokens {
 
 func (s *side) dispatch(st device.Stream) {
 	var err error
+	t := s.tokens()
+	if !s.b.byToken() && (s.r.gpu == nil || !s.b.o.HostCounts) {
+		t.Numbers = memory.As[int32](s.r.untouched(4 * int64(s.d.NumberWords())))
+	}
 	if s.halves {
-		s.h, err = s.d.DispatchSend(st, s.tokens())
+		s.h, err = s.d.DispatchSend(st, t)
 		require.NoError(s.r, err)
 		s.half()
 		err = s.d.DispatchReceive(st, s.h)
 	} else {
-		s.h, err = s.d.Dispatch(st, s.tokens())
+		s.h, err = s.d.Dispatch(st, t)
 	}
 	require.NoError(s.r, err)
 	s.sync(st)
+	if t.Numbers.Len() > 0 {
+		numbers := slices.Concat(s.r.down(s.h.Counts()), s.r.down(s.h.Offsets()), s.r.down(s.h.RankCounts()))
+		require.Equal(s.r, numbers, s.r.down(t.Numbers)[8:])
+	}
 }
 
 // redispatch sends what next has, the same ways.

@@ -336,6 +336,12 @@ type Dispatch struct {
 	Experts, Weights Buffer
 	// Ticket is not 0 and what the engine leaves in the handle's Mapped when the counts are there.
 	Ticket uint64
+	// Numbers is memory of the device for MappedWords 32-bit words, or none: two that the engine uses, then Counts, Offsets and RankCounts
+	// also there, which are 0 if the dispatch is given up before they are known. In expert-major layouts only, and not for an OpRedispatch.
+	// An engine whose handles have Mapped may ignore it on a GPU.
+	Numbers Buffer
+	// Into, when set, are copied when the dispatch is complete, as a launch of their own would: of OpDispatch on a GPU, not in halves.
+	Into *Results
 }
 
 // Weighting says what a combine multiplies rows by.

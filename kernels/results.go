@@ -14,6 +14,8 @@ type ResultPart struct {
 	// Fills has Behind in all words of To behind the last row; without a row, in all words if the dispatch has failed on this rank.
 	Fills  bool
 	Behind uint32
+	// Rows says that these are the output's rows. They come first among the parts.
+	Rows bool
 	// State says that this is the routing part of a handle's State. If the dispatch has failed, what is written is a routing by which no
 	// token has gone anywhere, or one that calls refuse.
 	State bool

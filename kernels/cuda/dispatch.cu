@@ -66,6 +66,23 @@ SW_COMBINE(f32_float8, kind::f32, true)
 SW_COMBINE(bf16_float8, kind::bf16, true)
 SW_COMBINE(f16_float8, kind::f16, true)
 
+// Few tokens by expert whose weights come in the call, which no call that goes on without ranks has.
+#define SW_COMBINE_FEW_LATE(suffix, type, float8) \
+	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_FEW_SUM_THREADS, 1) \
+	    combine_few_late_##suffix(const __grid_constant__ sw_dispatch_args a) \
+	{ \
+		using namespace sw; \
+		SW_SHARED(u32, shared); \
+		few_combine<type, float8, true, true>(a, &shared); \
+	}
+
+SW_COMBINE_FEW_LATE(f32, kind::f32, false)
+SW_COMBINE_FEW_LATE(bf16, kind::bf16, false)
+SW_COMBINE_FEW_LATE(f16, kind::f16, false)
+SW_COMBINE_FEW_LATE(f32_float8, kind::f32, true)
+SW_COMBINE_FEW_LATE(bf16_float8, kind::bf16, true)
+SW_COMBINE_FEW_LATE(f16_float8, kind::f16, true)
+
 #define SW_SPREAD(suffix, type) \
 	extern "C" __global__ void __launch_bounds__(SW_DISPATCH_PASS_THREADS) \
 	    experts_spread_##suffix(const __grid_constant__ sw_dispatch_args a) \
@@ -134,7 +151,10 @@ extern "C" __global__ void __launch_bounds__(SW_DISPATCH_PASS_THREADS, 1)
 	if (good && beside)
 		now.advance_by_last();
 	taker t(a, b, reinterpret_cast<u8 *>(memory), epoch);
-	good = good && t.prepare() && t.copy_as_they_come();
+	good = good && t.prepare();
+	if (!good && blockIdx.x == 0)
+		taker::tell_none(a);
+	good = good && t.copy_as_they_come();
 	if (!__syncthreads_or(!good) && blockIdx.x == 0) {
 		good = !__syncthreads_or(!rows_receiver{a, b.sum, epoch}.await(threadIdx.x, blockDim.x));
 		if (good && threadIdx.x < t.n && !t.cached)

@@ -11,7 +11,7 @@ import (
 // dispatchKernels are the kernels of MoE dispatch. Those by number type are indexed by it.
 type dispatchKernels struct {
 	rows, receive, begin, take, weights cuda.Function
-	results, tokenWeights               cuda.Function
+	results, takeResults, tokenWeights  cuda.Function
 	rowsFloat8, spread                  [3]cuda.Function
 	few                                 [2]fewKernels // for rows by token and by expert
 	sums, sumsFloat8                    [3]sumKernels // float8: in which partial sums cross as that
@@ -33,10 +33,12 @@ type maskedKernels struct {
 	sums, sumsFloat8 [3][2]cuda.Function
 }
 
-// sumKernels are those of a combine: the pass that makes partial sums, and those that sum them, or make and sum those of few tokens by token and by expert.
+// sumKernels are those of a combine: the pass that makes partial sums, and those that sum them, or make and sum those of few tokens by token and by
+// expert, and by expert with weights that come in the call.
 type sumKernels struct {
 	partials, rows cuda.Function
 	few            [2]cuda.Function
+	late           cuda.Function
 }
 
 // dispatches are the launches of one dispatcher. It is a family.
@@ -171,13 +173,13 @@ func (k *dispatchKernels) load(e *Engine) error {
 	for i, t := range [...]string{"f32", "bf16", "f16"} {
 		entries = append(entries, entry{"dispatch_rows_" + t, &k.rowsFloat8[i]}, entry{"experts_spread_" + t, &k.spread[i]})
 		for suffix, s := range map[string]*sumKernels{t: &k.sums[i], t + "_float8": &k.sumsFloat8[i]} {
-			entries = append(entries, entry{"experts_sum_" + suffix, &s.partials}, entry{"combine_rows_" + suffix, &s.rows})
+			entries = append(entries, entry{"experts_sum_" + suffix, &s.partials}, entry{"combine_rows_" + suffix, &s.rows}, entry{"combine_few_late_" + suffix, &s.late})
 		}
 	}
 	if err := e.loadModule("dispatch", entries...); err != nil {
 		return err
 	}
-	if err := e.loadModule("results", entry{"copy_results", &k.results}); err != nil {
+	if err := e.loadModule("results", entry{"copy_results", &k.results}, entry{"take_results", &k.takeResults}); err != nil {
 		return err
 	}
 	if err := e.loadModule("token_weights", entry{"token_weights", &k.tokenWeights}); err != nil {

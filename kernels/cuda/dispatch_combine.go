@@ -16,10 +16,12 @@ func (l *dispatchCall) sums() *sumKernels {
 	return &l.k.sums[kind]
 }
 
-// fewSums is the kernel of a combine of few tokens.
-func (l *dispatchCall) fewSums() cuda.Function {
+// fewSums is the kernel of a combine of few tokens. Late: the weights of rows come in the call.
+func (l *dispatchCall) fewSums(late bool) cuda.Function {
 	kind := numberKind(l.m.SumType)
 	switch {
+	case late:
+		return l.sums().late
 	case !l.m.Masks:
 		return l.sums().few[l.order()]
 	case l.m.Float8Partials:
@@ -50,7 +52,11 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
 		a.sum.fromWeights = l.place(l.weightsAt())
 	}
-	if c.Weighting == kernels.TokenWeights {
+	switch {
+	case c.Weighting != kernels.TokenWeights:
+	case x.few(): // they cross in the same kernel; ranks whose calls differ hear of it by the operation
+		a.op, a.send.weights = uint32(kernels.OpTokenWeights), addressOf(&c.TokenWeights)
+	default:
 		a.state.weights = place(l.place(x.tokenWeightsAt()))
 		if c.Phase&kernels.Send != 0 {
 			l.tokenWeights(a, c)
@@ -58,7 +64,7 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	}
 	if x.few() {
 		a.sum.fromRows, a.out.most = 0, c.Rows.Bytes/int64(a.rowBytes)
-		l.launch(l.fewSums(), &a, l.fewBlocks(), dispatchFewSumThreads, 0)
+		l.launch(l.fewSums(c.Weighting == kernels.TokenWeights), &a, l.fewBlocks(), dispatchFewSumThreads, 0)
 		return nil
 	}
 	staged := !m.Layout.ByToken() || m.Float8Partials || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0

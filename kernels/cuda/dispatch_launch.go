@@ -96,6 +96,14 @@ func (l *dispatchCall) overlaps() bool {
 	return l.c.Phase == kernels.Both && l.c.Blocks == 0 && l.p.e.flags&cuda.Programmatic != 0 && l.k.byDefault >= 2*l.crossing(true)
 }
 
+// taking is how many blocks the pass has that takes rows next to the kernel which sends.
+func (l *dispatchCall) taking() int {
+	return min(dispatchTakeBesideBlocks, l.k.byDefault-l.crossing(true))
+}
+
+// takesBeside reports whether a copy that belongs to the call takes rows as they come. The place of a block's first row crosses in 24 bits.
+func (l *dispatchCall) takesBeside() bool { return l.compact() && l.overlaps() && l.m.Rows < 1<<24 }
+
 // compact reports whether rows of one rank follow those of the one before without gaps.
 func (l *dispatchCall) compact() bool { return l.m.Layout == kernels.TokenRows }
 
@@ -192,12 +200,21 @@ func (l *dispatchCall) toStaging(a *dispatchArgs) {
 }
 
 func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
+	beside, err := x.addTokens(p, d)
+	if err != nil || d.Into == nil || beside {
+		return err
+	}
+	return x.addResults(p, d.Into)
+}
+
+// addTokens appends the kernels of a dispatch, and reports whether they are also those of the copy that belongs to it.
+func (x *dispatches) addTokens(p *port, d *kernels.Dispatch) (beside bool, _ error) {
 	l, err := x.call(p, &d.DispatchCall)
 	if err == nil {
 		err = aligned(d.Op, &d.X)
 	}
 	if err != nil {
-		return err
+		return false, err
 	}
 	m, h, a := x.m, l.h, l.base
 	a.rowBytes, a.wireBytes, a.scaleWords = uint32(m.TokenBytes()), uint32(m.RowBytes()), uint32(m.ScaleWords())
@@ -205,7 +222,10 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 		x: uint64(d.X.Ptr), scales: uint64(d.Scales.Ptr), choices: uint64(d.Experts.Ptr), weights: addressOf(&d.Weights),
 		landed: addressOf(&h.Landed), indexBytes: uint32(m.IndexBytes), scaleBlock: uint32(m.Scales.Block),
 	}
-	if d.Ticket != 0 {
+	switch {
+	case d.Numbers.Bytes > 0 && d.Op == kernels.OpDispatch: // without a ticket, by which kernels know whose they are
+		a.send.mapped = uint64(d.Numbers.Ptr)
+	case d.Ticket != 0:
 		a.send.mapped, a.send.ticket = addressOf(&h.Mapped), d.Ticket
 	}
 	if m.Layout == kernels.RankRows {
@@ -241,29 +261,36 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	switch {
 	case l.few():
 		l.dispatchFew(&a)
-		return nil
+		return false, nil
 	case m.Layout.ByToken() && d.Phase&kernels.Send != 0:
-		return l.send(a, m.Quantizes())
+		if d.Into == nil || !l.takesBeside() {
+			return false, l.send(a, m.Quantizes())
+		}
+		a.mode |= dispatchBeside
+		if err := l.send(a, m.Quantizes()); err != nil {
+			return false, err
+		}
+		return true, l.takeResults(&a, d.Into)
 	case m.Layout.ByToken():
 		l.launch(x.k.receive, &a, 1, dispatchThreads, 0)
-		return nil
+		return false, nil
 	}
 	blocks := l.blocks(dispatchMaxBlocks)
 	if l.overlaps() {
 		a.mode |= dispatchBeside
-		blocks = min(dispatchTakeBesideBlocks, l.k.byDefault-l.crossing(true))
+		blocks = l.taking()
 	}
 	if d.Phase&kernels.Send != 0 {
 		s := a
 		s.mode &^= dispatchReceive | dispatchColumns // in staging they lie row by row
 		if err := l.send(s, m.Quantizes()); err != nil {
-			return err
+			return false, err
 		}
 	}
 	if d.Phase&kernels.Receive != 0 {
 		l.take(a, blocks)
 	}
-	return nil
+	return false, nil
 }
 
 // dispatchFew appends the kernel of a dispatch of few tokens, or of its halves.

@@ -38,13 +38,17 @@ func (x *dispatches) fewShared() int64 {
 	return max(4*tables*int64(m.Slots())+6*int64(m.MaxTokens)*int64(m.TopK), 4*(2*local+1+int64(m.Ranks)*local))
 }
 
-// noteBytes is what lies next to a row of few tokens: a packet for the row, one for each choice, and scales that the caller gives.
+// noteBytes is what lies next to a row of few tokens: a packet for the row, one for each choice, and scales that the caller gives, or on the way
+// back the weights of choices.
 func (x *dispatches) noteBytes() int64 {
-	packets := 1 + int64(x.m.TopK)
+	choices, scales, weights := int64(x.m.TopK), int64(0), int64(0)
 	if !x.m.Quantizes() {
-		packets += (int64(x.m.ScaleWords()) + 2) / 3
+		scales = int64(x.m.ScaleWords())
 	}
-	return kernels.AlignUp(16*packets, kernels.LineBytes)
+	if !x.m.Layout.ByToken() {
+		weights = choices
+	}
+	return kernels.AlignUp(16*(1+choices+(max(scales, weights)+2)/3), kernels.LineBytes)
 }
 
 // packetBytes is the size of a row of few tokens on its way.
@@ -90,7 +94,7 @@ func (x *dispatches) tokenWeightsAt() int64 {
 
 func (x *dispatches) layout() kernels.Layout {
 	staging := x.tokenWeightsAt()
-	if !x.m.Layout.ByToken() {
+	if !x.m.Layout.ByToken() && !x.few() {
 		staging += 4 * x.staged() * int64(x.m.TopK)
 	}
 	control := int64(controlAlign)

@@ -442,7 +442,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"ends[2] | ends[3] << 16", "ends[3] | ends[2] << 16",
 		},
 		"places that nobody uses are not wiped": {
-			"wipe(a, src, k, epoch, 16, lane);", ";",
+			"wipe(a, src, k, epoch, 16, a.state.note_stride, lane);", ";",
 		},
 		"rows there and back have flags alike": {
 			"packet::flag(epoch) | 0x80000000", "packet::flag(epoch)",
@@ -464,6 +464,24 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		},
 		"weights of tokens are told of before all threads have written theirs": {
 			"	__threadfence_system();\n	__syncthreads();\n	if (talks)", "	if (talks)",
+		},
+		"few rows are weighted before their weights are there": {
+			"(v = packet::get(place + 16 * (k / 3)), !v.has(flag))", "(v = packet::get(place + 16 * (k / 3)), false)",
+		},
+		"weights of few tokens are forgotten in the call that they come in": {
+			"if ((weighed >> src & 1) == 0)", "if (true)",
+		},
+		"weights of few tokens are never forgotten": {
+			"if ((weighed >> src & 1) == 0)", "if (false)",
+		},
+		"rows are copied for the caller before their ranks have told of them": {
+			"word = v.a >= epoch ? v.b : 0;", "word = v.a + 2 >= epoch ? v.b : 0;",
+		},
+		"what a dispatch leaves is copied before it has ended": {
+			"	await_stream();\n	copy_parts(t.results, t.taken);", "	copy_parts(t.results, t.taken);",
+		},
+		"a dispatch that its copy counts is counted twice": {
+			"		release_stream(); // for the kernel that takes the rows, which counts the call\n	else", "		release_stream(), now.advance_by_last();\n	else",
 		},
 	})
 	findsBugs(t, "results", map[string][]string{

@@ -1,9 +1,10 @@
 // All that a dispatch has left on this rank is copied to memory of the caller: all parts in one launch, which waits for
 // nobody and tells nobody. How many rows came is read here, so that the host need not know and a graph can replay the
-// copy.
+// copy. A copy that belongs to the call of its dispatch begins while that runs, and takes rows as they come.
 //
 // A dispatch that this rank has given up brought no row: a routing is then one of tokens that went nowhere, and not
 // what the memory happened to hold.
+#include "dispatch/signals.cuh"
 #include "tiles.cuh"
 
 namespace sw {
@@ -17,28 +18,174 @@ __device__ __forceinline__ u64 copied(const sw_result_part &p, bool failed, u64 
 	return bytes < p.bytes ? bytes : p.bytes;
 }
 
+// Copies a stretch of memory, by a warp.
+__device__ __forceinline__ void copy_stretch(u64 to, u64 from, u64 bytes)
+{
+	tile t;
+	t.lane = threadIdx.x & 31;
+	tiles all{from, static_cast<i64>(bytes)};
+#pragma unroll 1
+	for (i64 k = 0; all.has(k); k++) {
+		t.load(all.src + all.begin(k), all.length(k));
+		t.store(to + all.begin(k));
+	}
+}
+
+// Copies parts but for the first, which were taken, and writes what is behind the last row of all. All threads of the
+// grid, when the dispatch has ended. The tiles of all parts are spread over warps together, for most parts have one.
+__device__ __forceinline__ void copy_parts(const sw_result_args &a, u32 taken)
+{
+	bool failed = a.fault == 0 || load32_relaxed_gpu(a.fault) != SW_FAULT_NONE;
+	u64 came = failed ? 0 : load32_relaxed_gpu(a.rows);
+	u32 thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x, warps = threads / 32,
+	    next = thread / 32; // the tile of a part, or of those behind it, that is this warp's next
+	tile t;
+	t.lane = threadIdx.x & 31;
+#pragma unroll 1
+	for (u32 i = 0; i < a.count; i++) {
+		const sw_result_part &p = a.parts[i];
+		u64 n = copied(p, failed, came);
+#pragma unroll 1
+		for (u32 c = 0; c < p.columns; c++) {
+			u64 to = p.to + c * p.bytes;
+			tiles all{p.from + c * p.pitch, static_cast<i64>(i < taken ? 0 : n)};
+			u32 count = all.bytes == 0 ? 0 : all.count();
+#pragma unroll 1
+			for (; next < count; next += warps) {
+				t.load(all.src + all.begin(next), all.length(next));
+				t.store(to + all.begin(next));
+			}
+			next -= count;
+			for (u64 at = n + 4ull * thread; p.fills != 0 && at < p.bytes; at += 4ull * threads)
+				*reinterpret_cast<u32 *>(to + at) = p.behind;
+		}
+	}
+}
+
+struct results_board {
+	u32 first[SW_MAX_RANKS + 1]; // of all ranks' blocks, counted one after the other
+};
+
+// The rows of a dispatch to tokens' ranks, which follow one another in this rank's output, and what lies next to them,
+// on their way to memory of the caller. A wait here ends with the dispatch, which gives up for itself and says why:
+// then all is there, or none of it counts.
+struct rows_taker {
+	const sw_take_result_args &t;
+	const sw_dispatch_args &a;
+	results_board &b;
+	u64 epoch;
+	wait w;
+	bool ended = false, failed = false; // whether the dispatch has, as this thread knows
+
+	__device__ __forceinline__ rows_taker(const sw_take_result_args &t, results_board &b, u64 epoch)
+	    : t(t), a(t.call), b(b), epoch(epoch)
+	{
+		w.epoch = epoch;
+	}
+
+	__device__ __forceinline__ bool fault() const
+	{
+		return load32_relaxed_gpu(own_segment(a.world) + a.world.control + offsetof(sw_control, fault)) !=
+		       SW_FAULT_NONE;
+	}
+
+	// Waits until f finds what it looks for. False where that does not come.
+	template <typename F> __device__ __forceinline__ bool until(F f)
+	{
+#pragma unroll 1
+		while (!f()) {
+			if (ended)
+				return false;
+			if (w.slow(a.world) && !(w.looked() && fault()))
+				continue;
+			await_stream();
+			ended = true, failed = fault();
+		}
+		return !failed;
+	}
+
+	// Copies rows from one on of a part that has some for each row of the output, as far as there is room. A warp.
+	__device__ __forceinline__ void copy(const sw_result_part &p, u64 first, u64 rows)
+	{
+		u64 at = first * p.row;
+		if (at < p.bytes)
+			copy_stretch(p.to + at, p.from + at, min(rows * p.row, p.bytes - at));
+	}
+
+	// Copies rows as their ranks' blocks say that they are there, and what lies next to those of a block when all
+	// are. Warps of all blocks share the ranks' blocks.
+	__device__ __forceinline__ void run()
+	{
+		u32 n = a.world.size, me = a.world.rank, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+		if (threadIdx.x == 0) {
+			b.first[0] = 0;
+#pragma unroll 1
+			for (u32 src = 0; src < n; src++) {
+				u64 line = begin_line(a, me, src, epoch);
+				pair64 v{};
+				bool there = until([&] { return (v = load16_acquire_sys(line)).a >= epoch; });
+				b.first[src + 1] = b.first[src] + (there && op_of(v.b) == a.op ? blocks_of(v.b) : 0);
+			}
+		}
+		__syncthreads();
+		u32 blocks = b.first[n], all = blockDim.x / 32 * gridDim.x, each = max(all / max(blocks, 1u), 1u),
+		    groups = all / each, mine = warp * gridDim.x + blockIdx.x, member = mine % each;
+#pragma unroll 1
+		for (u32 i = mine / each < groups ? mine / each : blocks; i < blocks; i += groups) {
+			u32 src = 0;
+#pragma unroll 1
+			while (i >= b.first[src + 1])
+				src++;
+			u64 place = done_word(a, me, src, i - b.first[src], epoch), word = 0;
+			bool there = true;
+#pragma unroll 1
+			for (u32 r = member;; r += each) {
+				if (!is_all(word) && rows_of(word) <= r) {
+					if (lane == 0)
+						there = until([&] {
+							pair64 v = load16_acquire_sys(place);
+							word = v.a >= epoch ? v.b : 0;
+							return is_all(word) || rows_of(word) > r;
+						});
+					word = __shfl_sync(~0u, static_cast<unsigned long long>(word), 0);
+					if (__any_sync(~0u, !there))
+						return;
+					__syncwarp(); // what lane 0 has seen, all of them have
+				}
+				if (is_bad(word) || rows_of(word) <= r)
+					break;
+				if (t.rows != 0)
+					copy(t.results.parts[0], first_of(word) + r, 1);
+			}
+#pragma unroll 1
+			for (u32 k = t.rows + member; k < t.taken && !is_bad(word); k += each)
+				copy(t.results.parts[k], first_of(word), rows_of(word));
+		}
+	}
+};
+
 } // namespace sw
 
 extern "C" __global__ void __launch_bounds__(SW_RESULT_THREADS) copy_results(const __grid_constant__ sw_result_args a)
 {
 	using namespace sw;
-	bool failed = a.fault == 0 || load32_relaxed_gpu(a.fault) != SW_FAULT_NONE;
-	u64 came = failed ? 0 : load32_relaxed_gpu(a.rows);
-	u32 thread = blockIdx.x * SW_RESULT_THREADS + threadIdx.x, threads = gridDim.x * SW_RESULT_THREADS;
-	tile t;
-	t.lane = threadIdx.x & 31;
-	for (u32 i = 0; i < a.count; i++) {
-		const sw_result_part &p = a.parts[i];
-		u64 n = copied(p, failed, came);
-		for (u32 c = 0; c < p.columns; c++) {
-			u64 to = p.to + c * p.bytes;
-			tiles all{p.from + c * p.pitch, static_cast<i64>(n)};
-			for (i64 k = thread / 32; all.has(k); k += threads / 32) {
-				t.load(all.src + all.begin(k), all.length(k));
-				t.store(to + all.begin(k));
-			}
-			for (u64 at = n + 4ull * thread; p.fills != 0 && at < p.bytes; at += 4ull * threads)
-				*reinterpret_cast<u32 *>(to + at) = p.behind;
-		}
-	}
+	copy_parts(a, 0);
+}
+
+// Rows as they come, and everything else behind the dispatch, which runs in front of it. This kernel counts the call.
+extern "C" __global__ void __launch_bounds__(SW_TAKE_RESULT_THREADS, 1)
+    take_results(const __grid_constant__ sw_take_result_args t)
+{
+	using namespace sw;
+	SW_SHARED(results_board, b);
+	call now = call::look(t.call.world);
+	u64 epoch = now.epoch();
+	bool good = now.begins();
+	if (good)
+		now.advance_by_last();
+	if (good)
+		rows_taker{t, b, epoch}.run();
+	release_stream();
+	await_stream();
+	copy_parts(t.results, t.taken);
 }

@@ -10,11 +10,52 @@ import (
 
 // addResults appends the copy of what a dispatch has left. It begins when all before it on the stream has ended.
 func (x *dispatches) addResults(p *port, r *kernels.Results) error {
+	a, bytes, err := x.results(p, r)
+	if err != nil {
+		return err
+	}
+	blocks := x.k.byDefault
+	if r.Blocks > 0 {
+		blocks = min(r.Blocks, x.k.blocks)
+	}
+	const each = resultThreads / 32 * tileBytes // a tile for each warp
+	p.batch.Launch(0, cuda.Launch{
+		Function: x.k.results, Grid: [3]uint32{uint32(max(1, min(int64(blocks), (bytes+each-1)/each))), 1, 1},
+		Block: [3]uint32{resultThreads, 1, 1}, Args: cuda.BytesOf(&a),
+	})
+	return nil
+}
+
+// takeResults appends the same for the dispatch in front of it. It begins while that runs, takes rows as they come, and counts the call.
+func (l *dispatchCall) takeResults(call *dispatchArgs, r *kernels.Results) error {
+	a, _, err := l.results(l.p, r)
+	if err != nil {
+		return err
+	}
+	take := takeResultArgs{call: *call, results: a}
+	if r.Count > 0 && r.Parts[0].Rows {
+		take.rows = 1
+	}
+	for i := range r.Parts[:r.Count] { // what is filled behind the last row is so when all blocks know whether there are rows
+		if p := &r.Parts[i]; p.Row == 0 || p.Columns > 1 || p.Fills {
+			break
+		}
+		take.taken++
+	}
+	l.p.batch.Launch(0, cuda.Launch{
+		Function: l.k.takeResults, Grid: [3]uint32{uint32(l.taking()), 1, 1}, Block: [3]uint32{takeResultThreads, 1, 1},
+		Flags: l.p.e.flags, Args: cuda.BytesOf(&take),
+	})
+	return nil
+}
+
+// results are the arguments of a copy, and the bytes that it writes.
+func (x *dispatches) results(p *port, r *kernels.Results) (a resultArgs, bytes int64, err error) {
 	if r.Handle < 0 || r.Handle >= len(x.m.Handles) {
-		return fmt.Errorf("kernels: results: handle %d of %d", r.Handle, len(x.m.Handles))
+		return a, 0, fmt.Errorf("kernels: results: handle %d of %d", r.Handle, len(x.m.Handles))
 	}
 	s, control := &p.e.space, x.m.Handles[r.Handle].State.Place
-	a, bytes := resultArgs{rows: uint64(r.Rows.Ptr)}, int64(0)
+	a.rows = uint64(r.Rows.Ptr)
 	if !r.Failed { // else there is no address, which says so
 		a.fault = uint64(s.Addr(s.Rank, control)) + controlFault
 	}
@@ -39,16 +80,7 @@ func (x *dispatches) addResults(p *port, r *kernels.Results) error {
 		a.add(part)
 		bytes += from.To.Bytes
 	}
-	blocks := x.k.byDefault
-	if r.Blocks > 0 {
-		blocks = min(r.Blocks, x.k.blocks)
-	}
-	const each = resultThreads / 32 * tileBytes // a tile for each warp
-	p.batch.Launch(0, cuda.Launch{
-		Function: x.k.results, Grid: [3]uint32{uint32(max(1, min(int64(blocks), (bytes+each-1)/each))), 1, 1},
-		Block: [3]uint32{resultThreads, 1, 1}, Args: cuda.BytesOf(&a),
-	})
-	return nil
+	return a, bytes, nil
 }
 
 func (a *resultArgs) add(p resultPart) {

@@ -10,8 +10,9 @@ import (
 
 // The copy of what a dispatch has left.
 const (
-	resultThreads = 256                 // of a block
-	resultParts   = kernels.ResultParts // entries of result_args.parts
+	resultThreads     = 256                 // of a block of copy_results
+	takeResultThreads = 512                 // of a block of take_results
+	resultParts       = kernels.ResultParts // entries of result_args.parts
 )
 
 // resultPart is a kernels.ResultPart.
@@ -38,4 +39,14 @@ type resultArgs struct {
 	parts [resultParts]resultPart
 	count uint32
 	spare uint32
+}
+
+// takeResultArgs is one launch of the copy that runs next to its dispatch.
+type takeResultArgs struct {
+	_ structs.HostLayout
+
+	call    dispatchArgs // of the kernel in front of it
+	results resultArgs
+	rows    uint32 // 1 where the first part is the rows, which are taken one by one as they come; 0 where nobody wants them
+	taken   uint32 // how many parts come first that are in one stretch, with some bytes for each row, and with nothing behind the last
 }

@@ -260,11 +260,17 @@ func (m *dispatching) publish(a *kernels.Dispatch, ok bool) {
 	for i, n := range r.from {
 		from[i] = int32(n)
 	}
-	if ok && len(m.h.Mapped.Mem) > 0 {
-		to := shm.View[int32](m.h.Mapped.Mem)[2:]
+	tell := func(words []byte) {
+		to := shm.View[int32](words)[2:]
 		to = to[copy(to, counts):]
 		to = to[copy(to, offsets):]
 		copy(to, from)
+	}
+	if len(a.Numbers.Mem) > 0 {
+		tell(a.Numbers.Mem)
+	}
+	if ok && len(m.h.Mapped.Mem) > 0 {
+		tell(m.h.Mapped.Mem)
 		shm.Word(m.h.Mapped.Mem, 0).Store(a.Ticket)
 	}
 	m.countChoices()

@@ -167,7 +167,7 @@ func switchyard_dispatch(dispatcher, stream C.uint64_t, call *C.struct_switchyar
 // switchyard_counts, one after the other. Where there are results it copies these as switchyard_results does; their Handle is this dispatch's.
 // The handle's name and the place of its rows are in the call, on the host too, and no name where the results have released it. Again says
 // that wait was too short: for the dispatch if the call has no name, whose ticket is as for switchyard_dispatch, else for the counts. Then
-// nothing was copied.
+// nothing was copied. On a GPU a dispatch whose results are copied without a wait for counts is one call with the copy.
 //
 //export switchyard_deliver
 func switchyard_deliver(dispatcher, stream C.uint64_t, call *C.struct_switchyard_dispatch_call, results *C.struct_switchyard_result_call, wait C.int64_t, ticket *C.uint64_t, counts *C.int64_t, room C.int64_t) C.int32_t {
@@ -176,6 +176,10 @@ func switchyard_deliver(dispatcher, stream C.uint64_t, call *C.struct_switchyard
 		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
 		if err != nil {
 			return 0, err
+		}
+		r := (*core.ResultCall)(unsafe.Pointer(results))
+		if r != nil && room == 0 && d.OnGPU() {
+			return core.OK, d.Deliver(uintptr(stream), c, r, put[*core.Handle], put[*core.Routing])
 		}
 		t, err := d.Dispatch(uintptr(stream), c, nil, put[*core.Handle])
 		if err != nil {
@@ -210,10 +214,9 @@ func switchyard_deliver(dispatcher, stream C.uint64_t, call *C.struct_switchyard
 				return code, err
 			}
 		}
-		if results == nil {
+		if r == nil {
 			return core.OK, nil
 		}
-		r := (*core.ResultCall)(unsafe.Pointer(results))
 		r.Handle = c.Made
 		return core.OK, copied(d, uintptr(stream), r, h, &c.Made)
 	})

@@ -77,7 +77,7 @@ struct switchyard_shape_head {
 
 // core.DispatchCall. Made and Rows are results.
 struct switchyard_dispatch_call {
-	struct switchyard_buffer X, Scales, Experts, Weights;
+	struct switchyard_buffer X, Scales, Experts, Weights, Numbers;
 	uint64_t Handle;
 	int64_t Half;
 	uint64_t Made;

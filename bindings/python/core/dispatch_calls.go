@@ -19,8 +19,8 @@ const (
 
 // DispatchCall is a dispatch as C callers describe it; see dispatch.Tokens. The memory belongs to the call until that is complete.
 type DispatchCall struct {
-	X, Scales, Experts, Weights Buffer
-	// Handle names the dispatch whose ways other rows are sent, without Experts and Weights. 0: this is a new dispatch.
+	X, Scales, Experts, Weights, Numbers Buffer
+	// Handle names the dispatch whose ways other rows are sent, without Experts, Weights and Numbers. 0: this is a new dispatch.
 	Handle uint64
 	Half   Half
 	// Made and Rows are results on a GPU: the name of a new dispatch's handle, and where its rows lie.
@@ -54,13 +54,13 @@ type BackwardCall struct {
 // Dispatch makes a dispatch, or where there is an h one of other rows by the ways of that. put names the handle of a new one. The name
 // is the ticket's value, and on a GPU left in the call.
 func (d *Dispatcher) Dispatch(stream uintptr, c *DispatchCall, h *Handle, put func(*Handle) uint64) (Ticket, error) {
-	if h != nil && (c.Experts.Bytes != 0 || c.Weights.Bytes != 0) {
-		return 0, fmt.Errorf("core: %w: experts or weights for a dispatch that was routed before", ErrInvalid)
+	if h != nil && (c.Experts.Bytes != 0 || c.Weights.Bytes != 0 || c.Numbers.Bytes != 0) {
+		return 0, fmt.Errorf("core: %w: experts, weights or numbers for a dispatch that was routed before", ErrInvalid)
 	}
 	if err := c.Half.check(); err != nil {
 		return 0, err
 	}
-	v, err := d.views(&c.X, &c.Scales, &c.Experts, &c.Weights)
+	v, err := d.views(&c.X, &c.Scales, &c.Experts, &c.Weights, &c.Numbers)
 	if err != nil {
 		return 0, err
 	}
@@ -82,12 +82,40 @@ func (d *Dispatcher) Dispatch(stream uintptr, c *DispatchCall, h *Handle, put fu
 		if first {
 			call = d.inner.DispatchSend
 		}
-		inner, err := call(s, dispatch.Tokens{X: v[0], Scales: v[1], Experts: v[2], Weights: v[3]})
+		inner, err := call(s, dispatch.Tokens{X: v[0], Scales: v[1], Experts: v[2], Weights: v[3], Numbers: v[4]})
 		if err != nil {
 			return 0, err
 		}
 		return d.named(inner, &c.Made, &c.Rows, put), nil
 	})
+}
+
+// Deliver makes a new dispatch on a GPU, and copies what it leaves. The handle is named as by Dispatch, and not where the copy releases it.
+func (d *Dispatcher) Deliver(stream uintptr, c *DispatchCall, r *ResultCall, put func(*Handle) uint64, putRouting func(*Routing) uint64) error {
+	v, err := d.views(&c.X, &c.Scales, &c.Experts, &c.Weights, &c.Numbers)
+	if err != nil {
+		return err
+	}
+	to, err := d.result(r)
+	if err != nil {
+		return err
+	}
+	_, err = d.run(stream, func(s device.Stream) (uint64, error) {
+		inner, routing, err := d.inner.DispatchTo(s, dispatch.Tokens{X: v[0], Scales: v[1], Experts: v[2], Weights: v[3], Numbers: v[4]}, to)
+		if err != nil {
+			return 0, err
+		}
+		if routing != nil {
+			r.Made = putRouting(&Routing{d: d, inner: routing})
+		}
+		if r.Release != 0 {
+			c.Rows = inner.Rows().Ptr()
+			inner.Release()
+			return 0, nil
+		}
+		return d.named(inner, &c.Made, &c.Rows, put), nil
+	})
+	return err
 }
 
 // Receive makes the second half of the call that the handle is in.

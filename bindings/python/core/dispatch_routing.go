@@ -43,22 +43,9 @@ func (d *Dispatcher) RoutingBytes() int64 { return d.inner.RoutingBytes() }
 // Results copies what a complete dispatch has left to memory of the caller: on a GPU on the stream, on the host before it returns, in the
 // caller's thread. put names the routing.
 func (d *Dispatcher) Results(stream uintptr, c *ResultCall, h *Handle, put func(*Routing) uint64) error {
-	to := dispatch.Result{Length: int(c.Length)}
-	for _, part := range [...]struct {
-		to   *memory.View
-		from Buffer
-	}{
-		{&to.Rows, c.Rows}, {&to.Scales, c.Scales}, {&to.Indices, c.Indices}, {&to.Weights, c.Weights}, {&to.Sources, c.Sources},
-		{&to.Counts, c.Counts}, {&to.Offsets, c.Offsets}, {&to.RankCounts, c.RankCounts}, {&to.Routing, c.Routing}, {&to.From, c.From}, {&to.To, c.To},
-	} {
-		if part.from.Bytes == 0 {
-			continue
-		}
-		v, err := d.view(part.from)
-		if err != nil {
-			return err
-		}
-		*part.to = v
+	to, err := d.result(c)
+	if err != nil {
+		return err
 	}
 	inner, err := d.handle(h)
 	if err != nil {
@@ -87,6 +74,28 @@ func (d *Dispatcher) Results(stream uintptr, c *ResultCall, h *Handle, put func(
 		inner.Release()
 	}
 	return nil
+}
+
+// result is the memory that a copy fills.
+func (d *Dispatcher) result(c *ResultCall) (dispatch.Result, error) {
+	to := dispatch.Result{Length: int(c.Length)}
+	for _, part := range [...]struct {
+		to   *memory.View
+		from Buffer
+	}{
+		{&to.Rows, c.Rows}, {&to.Scales, c.Scales}, {&to.Indices, c.Indices}, {&to.Weights, c.Weights}, {&to.Sources, c.Sources},
+		{&to.Counts, c.Counts}, {&to.Offsets, c.Offsets}, {&to.RankCounts, c.RankCounts}, {&to.Routing, c.Routing}, {&to.From, c.From}, {&to.To, c.To},
+	} {
+		if part.from.Bytes == 0 {
+			continue
+		}
+		v, err := d.view(part.from)
+		if err != nil {
+			return to, err
+		}
+		*part.to = v
+	}
+	return to, nil
 }
 
 // Route takes a handle whose calls go by a routing, as dispatch.Dispatcher.Route does. put names it, as for Dispatch.

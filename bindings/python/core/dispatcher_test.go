@@ -259,7 +259,7 @@ func TestDispatchersOnAGPU(t *testing.T) {
 
 // A call's shape is what C callers fill in: numbers of 64 bits without gaps.
 func TestCallsAreNumbersWithoutGaps(t *testing.T) {
-	require.EqualValues(t, 12*8, reflect.TypeFor[DispatchCall]().Size())
+	require.EqualValues(t, 14*8, reflect.TypeFor[DispatchCall]().Size())
 	require.EqualValues(t, 22*8, reflect.TypeFor[CombineCall]().Size())
 	require.EqualValues(t, 26*8, reflect.TypeFor[ResultCall]().Size())
 	require.EqualValues(t, 3*8, reflect.TypeFor[RouteCall]().Size())

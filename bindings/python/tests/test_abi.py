@@ -87,11 +87,11 @@ def test_calls_are_in_the_order_of_their_structures():
             for name, _ in structure._fields_ for value in [getattr(structure, name)]
         ]  # fmt: skip
 
-    call = abi.dispatch_call((1, 2), (3, 4), (5, 6), (7, 8), 9, 10)
+    call = abi.dispatch_call((1, 2), (3, 4), (5, 6), (7, 8), 9, 10, (13, 14))
     call[abi.MADE], call[abi.ROWS] = 11, 12
     assert numbers(abi.DispatchCall.from_buffer(call)) == [
-        ("X", (1, 2)), ("Scales", (3, 4)), ("Experts", (5, 6)), ("Weights", (7, 8)), ("Handle", 9), ("Half", 10), ("Made", 11),
-        ("Rows", 12),
+        ("X", (1, 2)), ("Scales", (3, 4)), ("Experts", (5, 6)), ("Weights", (7, 8)), ("Numbers", (13, 14)),
+        ("Handle", 9), ("Half", 10), ("Made", 11), ("Rows", 12),
     ]  # fmt: skip
     assert numbers(abi.CombineCall.from_buffer(abi.combine_call(range(1, 17), 17, 18, 19, 20, 21, 22))) == [
         ("Y", (1, 2)), ("Rows", (3, 4)), ("Weights", (5, 6)), ("SumWeights", (7, 8)), ("Bias", [(9, 10), (11, 12)]),

@@ -48,7 +48,8 @@ enum {
 
 /* The copy of what a dispatch has left. */
 enum {
-	SW_RESULT_THREADS = 256, /* of a block */
+	SW_RESULT_THREADS = 256, /* of a block of copy_results */
+	SW_TAKE_RESULT_THREADS = 512, /* of a block of take_results */
 	SW_RESULT_PARTS = 14, /* entries of result_args.parts */
 };
 
@@ -320,6 +321,44 @@ struct sw_dispatch_sum {
 	uint64_t bias1;
 };
 
+/* One launch for MoE dispatch. Places are the same on every rank. */
+struct sw_dispatch_args {
+	struct sw_world world;
+	struct sw_dispatch_block state; /* of the handle */
+	uint32_t op;
+	uint32_t mode;
+	uint32_t tokens;
+	uint32_t top_k;
+	uint32_t max_tokens;
+	uint32_t experts;
+	uint32_t slots;
+	uint32_t local;
+	uint32_t row_bytes; /* of a token here */
+	uint32_t wire_bytes; /* of a row that crosses */
+	uint32_t scale_words; /* 32-bit words of scales next to a row */
+	uint32_t part; /* bytes of a row that a warp moves at a time */
+	uint32_t parts; /* of a row */
+	uint32_t movers; /* warps that move */
+	uint32_t depth; /* parts that a warp has under way */
+	uint32_t interval; /* cycles from one part of a warp to its next; 0: as they come */
+	const uint32_t *table; /* address of kernels.DispatchBounds.Placement */
+	unsigned long long *counters; /* address of kernels.DispatchBounds.Counters */
+	struct sw_dispatch_send send;
+	struct sw_dispatch_rows out;
+	struct sw_dispatch_sum sum;
+	uint32_t first[SW_DISPATCH_FIRST]; /* slots before each rank's */
+	uint64_t masks; /* of struct sw_mask, by which calls go on without ranks; 0: none do */
+	uint64_t requests; /* address of struct sw_mask_requests */
+};
+
+/* One launch of the copy that runs next to its dispatch. */
+struct sw_take_result_args {
+	struct sw_dispatch_args call; /* of the kernel in front of it */
+	struct sw_result_args results;
+	uint32_t rows; /* 1 where the first part is the rows, which are taken one by one as they come; 0 where nobody wants them */
+	uint32_t taken; /* how many parts come first that are in one stretch, with some bytes for each row, and with nothing behind the last */
+};
+
 /* The control block of a dispatcher with Masks, in every rank's segment. */
 struct sw_mask {
 	uint64_t mask; /* bit r: rank r is masked, bit maskEnded+r: its process has ended, too. Any rank sets bits, only this one clears them */
@@ -350,36 +389,6 @@ struct sw_mask_args {
 	uint32_t total; /* and among all */
 	uint64_t epoch; /* calls that the others have made */
 	uint64_t control; /* of the handle's struct sw_control */
-};
-
-/* One launch for MoE dispatch. Places are the same on every rank. */
-struct sw_dispatch_args {
-	struct sw_world world;
-	struct sw_dispatch_block state; /* of the handle */
-	uint32_t op;
-	uint32_t mode;
-	uint32_t tokens;
-	uint32_t top_k;
-	uint32_t max_tokens;
-	uint32_t experts;
-	uint32_t slots;
-	uint32_t local;
-	uint32_t row_bytes; /* of a token here */
-	uint32_t wire_bytes; /* of a row that crosses */
-	uint32_t scale_words; /* 32-bit words of scales next to a row */
-	uint32_t part; /* bytes of a row that a warp moves at a time */
-	uint32_t parts; /* of a row */
-	uint32_t movers; /* warps that move */
-	uint32_t depth; /* parts that a warp has under way */
-	uint32_t interval; /* cycles from one part of a warp to its next; 0: as they come */
-	const uint32_t *table; /* address of kernels.DispatchBounds.Placement */
-	unsigned long long *counters; /* address of kernels.DispatchBounds.Counters */
-	struct sw_dispatch_send send;
-	struct sw_dispatch_rows out;
-	struct sw_dispatch_sum sum;
-	uint32_t first[SW_DISPATCH_FIRST]; /* slots before each rank's */
-	uint64_t masks; /* of struct sw_mask, by which calls go on without ranks; 0: none do */
-	uint64_t requests; /* address of struct sw_mask_requests */
 };
 
 /* Where the words of a reduction's control block lie. All but the slots must be zero before the first call. */

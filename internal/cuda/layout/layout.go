@@ -254,6 +254,44 @@ func Of() map[string]int {
 		m["dispatch_sum.bias1"] = int(unsafe.Offsetof(s.bias1))
 	}
 	{
+		var s C.struct_sw_dispatch_args
+		m["dispatch_args"] = int(unsafe.Sizeof(s))
+		m["dispatch_args.world"] = int(unsafe.Offsetof(s.world))
+		m["dispatch_args.state"] = int(unsafe.Offsetof(s.state))
+		m["dispatch_args.op"] = int(unsafe.Offsetof(s.op))
+		m["dispatch_args.mode"] = int(unsafe.Offsetof(s.mode))
+		m["dispatch_args.tokens"] = int(unsafe.Offsetof(s.tokens))
+		m["dispatch_args.top_k"] = int(unsafe.Offsetof(s.top_k))
+		m["dispatch_args.max_tokens"] = int(unsafe.Offsetof(s.max_tokens))
+		m["dispatch_args.experts"] = int(unsafe.Offsetof(s.experts))
+		m["dispatch_args.slots"] = int(unsafe.Offsetof(s.slots))
+		m["dispatch_args.local"] = int(unsafe.Offsetof(s.local))
+		m["dispatch_args.row_bytes"] = int(unsafe.Offsetof(s.row_bytes))
+		m["dispatch_args.wire_bytes"] = int(unsafe.Offsetof(s.wire_bytes))
+		m["dispatch_args.scale_words"] = int(unsafe.Offsetof(s.scale_words))
+		m["dispatch_args.part"] = int(unsafe.Offsetof(s.part))
+		m["dispatch_args.parts"] = int(unsafe.Offsetof(s.parts))
+		m["dispatch_args.movers"] = int(unsafe.Offsetof(s.movers))
+		m["dispatch_args.depth"] = int(unsafe.Offsetof(s.depth))
+		m["dispatch_args.interval"] = int(unsafe.Offsetof(s.interval))
+		m["dispatch_args.table"] = int(unsafe.Offsetof(s.table))
+		m["dispatch_args.counters"] = int(unsafe.Offsetof(s.counters))
+		m["dispatch_args.send"] = int(unsafe.Offsetof(s.send))
+		m["dispatch_args.out"] = int(unsafe.Offsetof(s.out))
+		m["dispatch_args.sum"] = int(unsafe.Offsetof(s.sum))
+		m["dispatch_args.first"] = int(unsafe.Offsetof(s.first))
+		m["dispatch_args.masks"] = int(unsafe.Offsetof(s.masks))
+		m["dispatch_args.requests"] = int(unsafe.Offsetof(s.requests))
+	}
+	{
+		var s C.struct_sw_take_result_args
+		m["take_result_args"] = int(unsafe.Sizeof(s))
+		m["take_result_args.call"] = int(unsafe.Offsetof(s.call))
+		m["take_result_args.results"] = int(unsafe.Offsetof(s.results))
+		m["take_result_args.rows"] = int(unsafe.Offsetof(s.rows))
+		m["take_result_args.taken"] = int(unsafe.Offsetof(s.taken))
+	}
+	{
 		var s C.struct_sw_mask
 		m["mask"] = int(unsafe.Sizeof(s))
 		m["mask.mask"] = int(unsafe.Offsetof(s.mask))
@@ -283,36 +321,6 @@ func Of() map[string]int {
 		m["mask_args.total"] = int(unsafe.Offsetof(s.total))
 		m["mask_args.epoch"] = int(unsafe.Offsetof(s.epoch))
 		m["mask_args.control"] = int(unsafe.Offsetof(s.control))
-	}
-	{
-		var s C.struct_sw_dispatch_args
-		m["dispatch_args"] = int(unsafe.Sizeof(s))
-		m["dispatch_args.world"] = int(unsafe.Offsetof(s.world))
-		m["dispatch_args.state"] = int(unsafe.Offsetof(s.state))
-		m["dispatch_args.op"] = int(unsafe.Offsetof(s.op))
-		m["dispatch_args.mode"] = int(unsafe.Offsetof(s.mode))
-		m["dispatch_args.tokens"] = int(unsafe.Offsetof(s.tokens))
-		m["dispatch_args.top_k"] = int(unsafe.Offsetof(s.top_k))
-		m["dispatch_args.max_tokens"] = int(unsafe.Offsetof(s.max_tokens))
-		m["dispatch_args.experts"] = int(unsafe.Offsetof(s.experts))
-		m["dispatch_args.slots"] = int(unsafe.Offsetof(s.slots))
-		m["dispatch_args.local"] = int(unsafe.Offsetof(s.local))
-		m["dispatch_args.row_bytes"] = int(unsafe.Offsetof(s.row_bytes))
-		m["dispatch_args.wire_bytes"] = int(unsafe.Offsetof(s.wire_bytes))
-		m["dispatch_args.scale_words"] = int(unsafe.Offsetof(s.scale_words))
-		m["dispatch_args.part"] = int(unsafe.Offsetof(s.part))
-		m["dispatch_args.parts"] = int(unsafe.Offsetof(s.parts))
-		m["dispatch_args.movers"] = int(unsafe.Offsetof(s.movers))
-		m["dispatch_args.depth"] = int(unsafe.Offsetof(s.depth))
-		m["dispatch_args.interval"] = int(unsafe.Offsetof(s.interval))
-		m["dispatch_args.table"] = int(unsafe.Offsetof(s.table))
-		m["dispatch_args.counters"] = int(unsafe.Offsetof(s.counters))
-		m["dispatch_args.send"] = int(unsafe.Offsetof(s.send))
-		m["dispatch_args.out"] = int(unsafe.Offsetof(s.out))
-		m["dispatch_args.sum"] = int(unsafe.Offsetof(s.sum))
-		m["dispatch_args.first"] = int(unsafe.Offsetof(s.first))
-		m["dispatch_args.masks"] = int(unsafe.Offsetof(s.masks))
-		m["dispatch_args.requests"] = int(unsafe.Offsetof(s.requests))
 	}
 	{
 		var s C.struct_sw_message_block

@@ -196,6 +196,15 @@ struct taker {
 			mapped_words(a, 2 * a.local + 1)[threadIdx.x] = rows;
 	}
 
+	// Has numbers in memory of the caller say that nothing came, where a call is given up. One block.
+	static __device__ __forceinline__ void tell_none(const sw_dispatch_args &a)
+	{
+		u32 *numbers = a.send.ticket == 0 ? mapped_words(a, 0) : nullptr;
+#pragma unroll 1
+		for (u32 i = threadIdx.x; numbers != nullptr && i < 2 * a.local + 1 + a.world.size; i += blockDim.x)
+			numbers[i] = 0;
+	}
+
 	// The first row of each local slot; what callers want to know, by the first block. One warp.
 	__device__ __forceinline__ void lay_out()
 	{

@@ -25,8 +25,9 @@ __device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_DISPATC
 __device__ __forceinline__ u32 blocks_of(u64 word) { return word >> 16 & 0xffff; }
 __device__ __forceinline__ bool makes(u64 word) { return (word >> 32 & 1) != 0; }
 
-// The word of a block: how many of its rows are there, the place of the first among those of its rank, and whether that
-// is all. The highest bit says in place of that which choice is no expert (each_choice).
+// The word of a block: how many of its rows are there, the place of the first among those of its rank (in an output
+// without gaps among all), and whether that is all. The highest bit says in place of that which choice is no expert
+// (each_choice).
 constexpr u64 done_all = 1ull << 62;
 __device__ __forceinline__ u64 done(u32 rows, u32 first, bool all)
 {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
+import switchyard
 import torch
 import torch.distributed as dist
 import world
@@ -306,6 +309,103 @@ def worst_graph(rank, size, weighed):
 @pytest.mark.parametrize("weighed", [False, True], ids=["rows", "rows and weights"])
 def test_graph_of_worst_case_lengths(cuda, weighed):
     cuda.run(worst_graph, weighed, timeout=60)
+
+
+class KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS of the driver."""
+
+    _fields_ = [
+        ("func", ctypes.c_void_p), ("sizes", ctypes.c_uint * 7), ("params", ctypes.c_void_p), ("extra", ctypes.c_void_p),
+        ("kern", ctypes.c_void_p), ("ctx", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+def launched(call):
+    """The kernels that a call puts into a graph, in their order; a node of another kind is its number in the driver."""
+    graph, driver = torch.cuda.CUDAGraph(keep_graph=True), ctypes.CDLL("libcuda.so.1")
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    with torch.cuda.graph(graph):
+        held = call()
+    count, names = ctypes.c_size_t(), []
+    made = ctypes.c_void_p(graph.raw_cuda_graph())
+    assert driver.cuGraphGetNodes(made, None, ctypes.byref(count)) == 0
+    nodes = (ctypes.c_void_p * count.value)()
+    assert driver.cuGraphGetNodes(made, nodes, ctypes.byref(count)) == 0
+    for node in nodes:
+        kind, kernel, name = ctypes.c_int(), KernelNode(), ctypes.c_char_p()
+        assert driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
+        if kind.value:
+            names.append(kind.value)
+            continue
+        assert driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(kernel)) == 0
+        if kernel.func:
+            assert driver.cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(kernel.func)) == 0
+        else:
+            assert driver.cuKernelGetName(ctypes.byref(name), ctypes.c_void_p(kernel.kern)) == 0
+        names.append(name.value.decode())
+    del held, graph
+    return names
+
+
+def few_launches(rank, size):
+    """A pair of few tokens launches what a Dispatcher's pair does: one kernel each way, and copies nothing."""
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    x, idx, weights = routing(rank, size, 12, 0, CUDA)
+    x, back = x.bfloat16(), torch.ones(4, 12 * size, HIDDEN, dtype=torch.bfloat16, device=CUDA)
+    dispatcher = switchyard.Dispatcher(
+        4 * size, idx.shape[1], HIDDEN, max_tokens=12, dtype=torch.bfloat16, layout="slab", low_latency=True, quantize=True,
+        scale_columns=True, sources=True, handles=2, align=1, group=dist.group.WORLD, device=x.device,
+    )  # fmt: skip
+
+    def pair(hooked):
+        _, counts, handle, _, hook = buffer.low_latency_dispatch(x, idx, 12, 4 * size, return_recv_hook=hooked)
+        if hooked:
+            hook()
+        y, _, hook = buffer.low_latency_combine(back, idx, weights, handle, return_recv_hook=hooked)
+        if hooked:
+            hook()
+        return counts, y
+
+    flat, kernels = back.view(-1, HIDDEN), ["dispatch_few_by_expert_bf16", "combine_few_late_bf16"]
+    assert launched(lambda: dispatcher.combine(flat, dispatcher.dispatch(x, idx), token_weights=weights)) == kernels
+    assert launched(lambda: pair(False)) == kernels
+    assert launched(lambda: pair(True)) == [kernels[0]] * 2 + [kernels[1]] * 2
+    dispatcher.close()
+    buffer.destroy()
+
+
+def test_a_pair_of_low_latency_launches_what_a_dispatcher_does(cuda):
+    cuda.run(few_launches, timeout=60)
+
+
+def worst_launches(rank, size, second):
+    """A pair with a known length launches what a Dispatcher's does, and a kernel that takes the results beside the dispatch."""
+    buffer = deep_ep.ElasticBuffer(dist.group.WORLD) if second else deep_ep.Buffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 24, 0, CUDA)
+    back, layout = torch.ones(24 * size, HIDDEN, device=CUDA), None if second else buffer.get_dispatch_layout(idx, 4 * size)
+
+    def pair():
+        if second:
+            handle = buffer.dispatch(
+                x, idx, weights, num_experts=4 * size, num_max_tokens_per_rank=24, do_cpu_sync=False
+            )[3]
+        else:
+            handle = buffer.dispatch(
+                x, topk_idx=idx, topk_weights=weights, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
+                num_tokens_per_expert=layout[2], num_worst_tokens=24 * size,
+            )[4]  # fmt: skip
+        return buffer.combine(back, handle)[0]
+
+    assert launched(pair) == ["dispatch_rows", "take_results", "experts_sum_f32", "combine_rows_f32"]
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["V1", "V2"])
+def test_a_pair_of_worst_case_lengths_copies_beside_its_dispatch(cuda, second):
+    cuda.run(worst_launches, second, timeout=60)
 
 
 def elastic_graph(rank, size, expand):

@@ -1,5 +1,5 @@
 // A combine of few tokens in one kernel: a rank sends the sum of what its experts made of each token as packets, and
-// the token's rank adds those up.
+// the token's rank adds those up. Where the token's rank has the weights of a combine, they cross in its notes first.
 //
 // combine_few and its kin call this. It reads the experts' rows and writes the notes and packets of its peers' states;
 // it reads those of its own and writes the caller's sums.
@@ -10,8 +10,10 @@
 
 namespace sw {
 
-// The rows of a combine on their way: this rank's partial sums, and what peers' become.
-template <kind type, bool float8, bool by_expert> struct few_combiner {
+// The rows of a combine on their way: this rank's partial sums, and what peers' become. Late: the weights of rows come
+// in this call.
+template <kind type, bool float8, bool by_expert, bool late> struct few_combiner {
+	static_assert(by_expert || !late, "rows by token are not weighted");
 	using Wire = std::conditional_t<float8, few_float8<type>, few_plain>;
 	static constexpr u32 vectors = Wire::vectors, experts = 4,
 			     sources = 2; // the last two: rows that a warp loads together to add them
@@ -60,25 +62,46 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			}
 	}
 
-	// The part of a partial sum of the experts' rows, in the order of choices.
-	__device__ __forceinline__ void add_up(const int *row, const float *weight, u32 part, sum<type> *s) const
+	// The parts of a task that are known before the call is.
+	struct errand {
+		u32 r, part, src, t; // row r, from rank src; its token
+		bool there;
+		int row[2]; // experts' rows of choices lane and lane+32, and their weights
+		float weight[2];
+		few_vectors<vectors> v; // where a row is its rank's partial sum
+	};
+
+	// The part of a partial sum of the experts' rows, in the order of choices. Weights that come in this call are
+	// awaited while the first rows are on their way. False when the wait was given up.
+	__device__ __forceinline__ bool add_up(errand &x, sum<type> *s) const
 	{
+		bool known = !late;
 #pragma unroll
 		for (u32 half = 0; half < 2; half++) {
-			u32 left = __ballot_sync(~0u, row[half] >= 0);
+			u32 left = __ballot_sync(~0u, x.row[half] >= 0);
 #pragma unroll 1
 			while (left != 0) {
 				few_vectors<vectors> v[experts];
 				float by[experts];
-				u32 some = min(static_cast<u32>(__popc(left)), experts);
+				u32 from[experts], some = min(static_cast<u32>(__popc(left)), experts);
 #pragma unroll
 				for (u32 j = 0; j < experts; j++) {
-					u32 from = left == 0 ? 0 : __ffs(left) - 1;
+					from[j] = left == 0 ? 0 : __ffs(left) - 1;
 					left &= left - 1;
-					by[j] = __shfl_sync(~0u, weight[half], from);
-					u64 there = a.out.rows +
-					            static_cast<u64>(__shfl_sync(~0u, row[half], from)) * a.row_bytes;
-					v[j].load(there, j < some ? a.row_bytes : 0, part, lane);
+					if constexpr (!late)
+						by[j] = __shfl_sync(~0u, x.weight[half], from[j]);
+					u64 there =
+					    a.out.rows +
+					    static_cast<u64>(__shfl_sync(~0u, x.row[half], from[j])) * a.row_bytes;
+					v[j].load(there, j < some ? a.row_bytes : 0, x.part, lane);
+				}
+				if constexpr (late) {
+					if (!known && !await_weights(x))
+						return false;
+					known = true;
+#pragma unroll
+					for (u32 j = 0; j < experts; j++)
+						by[j] = __shfl_sync(~0u, x.weight[half], from[j]);
 				}
 #pragma unroll
 				for (u32 j = 0; j < experts; j++)
@@ -88,16 +111,49 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 							s[i].add_weighted(v[j].v[i], by[j]);
 			}
 		}
+		return true;
 	}
 
-	// The parts of a task that are known before the call is.
-	struct errand {
-		u32 r, part, src, t; // row r, from rank src; its token
-		bool there;
-		int row[2]; // experts' rows of choices lane and lane+32, and their weights
-		float weight[2];
-		few_vectors<vectors> v; // where a row is its rank's partial sum
-	};
+	// Sends the weights of this rank's tokens to the ranks that have rows of them. Each thread of the grid has some
+	// packets, and none waits before it has sent its own.
+	__device__ __forceinline__ void send_weights() const
+	{
+		const int *places = state::places(a);
+		u32 packets = weight_packets(a);
+#pragma unroll 1
+		for (u32 i = threadIdx.x * gridDim.x + blockIdx.x; i < a.tokens * packets * n;
+		     i += blockDim.x * gridDim.x) {
+			u32 t = i / (packets * n), rest = i - t * packets * n, p = rest / n, d = rest - p * n, v[3];
+			bool goes = places[t * n + d] >= 0;
+#pragma unroll
+			for (u32 j = 0; j < 3; j++)
+				v[j] = 3 * p + j < a.top_k
+				           ? __float_as_uint(a.send.weights[static_cast<u64>(t) * a.top_k + 3 * p + j])
+				           : 0;
+			if (goes)
+				packet::put(note_place(a, d, a.world.rank, t, epoch) + weights_in_note(a) + 16 * p,
+				            flag, v[0], v[1], v[2]);
+		}
+	}
+
+	// Takes the weights that the rank of a row's token has sent. False when the wait was given up.
+	__device__ __forceinline__ bool await_weights(errand &x) const
+	{
+		u64 place = note_place(a, a.world.rank, x.src, x.t, epoch) + weights_in_note(a);
+		bool good = true;
+#pragma unroll
+		for (u32 j = 0; j < 2; j++) {
+			u32 k = lane + 32 * j;
+			packet v{};
+#pragma unroll 1
+			while (k < a.top_k && good && (v = packet::get(place + 16 * (k / 3)), !v.has(flag)))
+				good = masks::slow(a, w);
+			x.weight[j] = __uint_as_float(v.word(k % 3));
+		}
+		if (!good)
+			give_up(a.world, w.kind, x.src, epoch, true);
+		return !__any_sync(~0u, !good);
+	}
 
 	__device__ __forceinline__ u32 errands() const { return a.max_tokens * n * Wire::parts(a.row_bytes); }
 
@@ -115,7 +171,7 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			u64 c = static_cast<u64>(x.r) * a.top_k + lane + 32 * j;
 			bool some = by_expert && lane + 32 * j < a.top_k;
 			x.row[j] = some ? state::spread(a)[c] : -1;
-			x.weight[j] = some && !given ? weight_of(a, c, 0) : 0;
+			x.weight[j] = some && !given && !late ? weight_of(a, c, 0) : 0;
 		}
 		x.there = i < here;
 	}
@@ -150,9 +206,10 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 			Wire words;
 			if constexpr (by_expert || float8) {
 				sum<type> s[vectors];
-				if constexpr (by_expert)
-					add_up(x.row, x.weight, x.part, s);
-				else
+				if constexpr (by_expert) {
+					if (!add_up(x, s))
+						return;
+				} else
 #pragma unroll
 					for (u32 j = 0; j < vectors; j++)
 						s[j].add(x.v.v[j]);
@@ -202,12 +259,39 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 	{
 		const int *places = state::places(a);
 		if (tasks.first == tasks.step - 1) { // the warp that has the least to do
-			u64 come = wiped < a.tokens ? ranks(places, wiped) : 0;
+			u64 come = wiped < a.tokens ? ranks(places, wiped) : 0, weighed = 0;
+			u32 weights = weights_in_note(a);
+			if constexpr (late)
+				weighed = senders(wiped);
 #pragma unroll 1
-			for (u32 src = 0; src < n; src++)
+			for (u32 src = 0; src < n; src++) {
 				if ((come >> src & 1) == 0)
-					wipe(a, src, wiped, epoch, 0, lane);
+					wipe(a, src, wiped, epoch, 0, weights, lane);
+				if ((weighed >> src & 1) == 0)
+					wipe_note(a, src, wiped, epoch, weights, a.state.note_stride, lane);
+			}
 		}
+	}
+
+	// The ranks whose token t has a row here, as bits. A rank's rows are in the order of its tokens.
+	__device__ __forceinline__ u64 senders(u32 t) const
+	{
+		u32 bits[2];
+#pragma unroll
+		for (u32 j = 0; j < 2; j++) {
+			u32 src = lane + 32 * j, low = 0, high = src < n ? state::arrived(a)[src] : 0, end = high;
+			const u64 *sources = state::sources(a) + static_cast<u64>(src) * a.max_tokens;
+#pragma unroll 1
+			while (low < high) {
+				u32 half = (low + high) / 2;
+				if (sources[half] >> 32 < t)
+					low = half + 1;
+				else
+					high = half;
+			}
+			bits[j] = __ballot_sync(~0u, low < end && sources[low] >> 32 == t);
+		}
+		return static_cast<u64>(bits[1]) << 32 | bits[0];
 	}
 
 	// Sums parts of tokens: all, or those of tokens that go to ranks of `without`, without these. A warp ends when
@@ -337,18 +421,18 @@ template <kind type, bool float8, bool by_expert> struct few_combiner {
 };
 
 // A combine of few tokens, or one of its halves.
-template <kind type, bool float8, bool by_expert>
+template <kind type, bool float8, bool by_expert, bool late = false>
 __device__ __forceinline__ void few_combine(const sw_dispatch_args &a, u32 *shared)
 {
 	u32 lane = threadIdx.x & 31, n = a.world.size;
 	bool sends = (a.mode & SW_DISPATCH_SEND) != 0;
 	wait w;
-	few_combiner<type, float8, by_expert> c(a, w);
+	few_combiner<type, float8, by_expert, late> c(a, w);
 	few_tasks tasks(0, gridDim.x);
 	call now = call::open(a.world);
 	// Reads that take long are issued together: the number, and the rows of the first task.
 	wiping wiped(a);
-	typename few_combiner<type, float8, by_expert>::errand first;
+	typename few_combiner<type, float8, by_expert, late>::errand first;
 	if (sends && tasks.first < c.errands())
 		c.load(tasks.first, first);
 	u64 epoch = now.epoch();
@@ -371,6 +455,9 @@ __device__ __forceinline__ void few_combine(const sw_dispatch_args &a, u32 *shar
 		                    done(0, 0, true)); // none of its blocks reads rows of peers
 	}
 	// Partial sums go to the ranks of their tokens.
+	if constexpr (late)
+		if (sends)
+			c.send_weights();
 	if (sends)
 		c.send(first);
 	release_stream();

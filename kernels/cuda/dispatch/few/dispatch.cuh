@@ -29,8 +29,11 @@ __device__ __forceinline__ bool few_take(few_board &b, taker &t, few_receiver<Wi
 	}
 	// Each block works out where rows by expert begin.
 	if constexpr (by_expert)
-		if (!t.prepare())
+		if (!t.prepare()) {
+			if (blockIdx.x == 0)
+				taker::tell_none(a);
 			return false;
+		}
 	in.lost |= t.out;
 	// The first block hears how many rows come and publishes what the caller wants to know.
 	if (blockIdx.x == 0) {
@@ -172,8 +175,11 @@ __device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_boar
 	if (sends && f.publishes())
 		f.load_choices();
 	u64 epoch = now.epoch();
-	if (!now.begins())
+	if (!now.begins()) {
+		if (by_expert && blockIdx.x == 0)
+			taker::tell_none(a);
 		return;
+	}
 	// Peers hear of the call, and of counts, places and choices.
 	epoch -= sends ? 0 : 1;
 	if (sends && now.advance_by_last())

@@ -174,7 +174,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		absent = k >= head.word(1);
 		if (!comes) {
 			if (part == 0 && k == wiped)
-				wipe(a, src, k, epoch, 16, lane);
+				wipe(a, src, k, epoch, 16, a.state.note_stride, lane);
 			return true;
 		}
 		u32 r = head.word(0), number[2] = {mine.word(1), more.word(1)};
@@ -249,7 +249,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			for (u32 i = lane; i < count; i += 32)
 				comes |= state::sources(a)[src * a.max_tokens + i] >> 32 == wiped;
 			if (!__any_sync(~0u, comes))
-				wipe(a, src, wiped, epoch, 0, lane);
+				wipe(a, src, wiped, epoch, 0, a.state.note_stride, lane);
 		}
 	}
 
@@ -268,7 +268,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			bool good = true, absent = false;
 			if ((lost >> (src & 31) & 1) != 0) { // there are fewer then
 				if (part == 0 && i == wiped)
-					wipe(a, src, i, epoch, 0, lane);
+					wipe(a, src, i, epoch, 0, a.state.note_stride, lane);
 			} else if (cached) {
 				if (i < arrived[src])
 					good = retake(src, src * a.max_tokens + i, part, end);

@@ -14,13 +14,21 @@ __device__ __forceinline__ u32 *next_wiped(const sw_dispatch_args &a, u64 epoch)
 	return state::wiped(a) + packet::parity(epoch);
 }
 
-// Forgets what src has sent of token t, all of it or behind the first packet of its note. A warp.
-__device__ __forceinline__ void wipe(const sw_dispatch_args &a, u32 src, u32 t, u64 epoch, u32 from_note, u32 lane)
+// Forgets what src has sent of the note of token t, from one byte to another. A warp.
+__device__ __forceinline__ void wipe_note(const sw_dispatch_args &a, u32 src, u32 t, u64 epoch, u32 from, u32 to,
+                                          u32 lane)
 {
-	u64 note = note_place(a, a.world.rank, src, t, epoch), row = row_place(a, a.world.rank, src, t, epoch);
+	u64 note = note_place(a, a.world.rank, src, t, epoch);
 #pragma unroll 1
-	for (u32 at = from_note + 16 * lane; at < a.state.note_stride; at += 512)
+	for (u32 at = from + 16 * lane; at < to; at += 512)
 		packet::wipe(note + at);
+}
+
+// Forgets what src has sent of token t: its row, and its note from one byte to another. A warp.
+__device__ __forceinline__ void wipe(const sw_dispatch_args &a, u32 src, u32 t, u64 epoch, u32 from, u32 to, u32 lane)
+{
+	u64 row = row_place(a, a.world.rank, src, t, epoch);
+	wipe_note(a, src, t, epoch, from, to, lane);
 #pragma unroll 1
 	for (u32 at = 16 * lane; at < a.state.packet_stride; at += 512)
 		packet::wipe(row + at);

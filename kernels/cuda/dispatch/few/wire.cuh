@@ -24,6 +24,11 @@ __device__ __forceinline__ u64 row_place(const sw_dispatch_args &a, u32 dst, u32
 	       ((packet::parity(epoch) * a.world.size + src) * a.max_tokens + t) * a.state.packet_stride;
 }
 
+// The packets of a note that have the weights of the token's choices in a combine by them, three each, and where they
+// are: behind those of the choices, where a dispatch has scales.
+__device__ __forceinline__ u32 weight_packets(const sw_dispatch_args &a) { return (a.top_k + 2) / 3; }
+__device__ __forceinline__ u32 weights_in_note(const sw_dispatch_args &a) { return 16 * (1 + a.top_k); }
+
 // A row has parts of this number of vectors a lane.
 template <u32 vectors> __device__ __forceinline__ u32 few_parts(u32 bytes)
 {

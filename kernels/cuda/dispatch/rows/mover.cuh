@@ -89,7 +89,7 @@ template <typename Quantiser> struct mover {
 			else
 				bulk_await_read<1>();
 			constexpr u32 behind = 4; // parts that may be on their way
-			bool reports = k >= behind && (a.mode & SW_DISPATCH_BY_EXPERT) != 0;
+			bool reports = k >= behind && r.progresses();
 			if (reports) {
 				bulk_await_written<behind>();
 				fence_bulk();

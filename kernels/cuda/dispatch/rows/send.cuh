@@ -49,7 +49,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 	if (!now.begins())
 		return;
 	if (beside)
-		release_stream(); // for experts_take, which counts the call
+		release_stream(); // for the kernel that takes the rows, which counts the call
 	else
 		now.advance_by_last();
 	// The first rows are on their way to shared memory while the block finds out where they go.
@@ -96,7 +96,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 			r.write_beside(thread / 32 - numbers, threads / 32 - numbers,
 			               !Quantiser::makes_scales && a.scale_words != 0);
 		part_sync(beside_part, threads);
-		if (good && by_expert && thread < 32)
+		if (good && r.progresses() && thread < 32)
 			r.publish_progress();
 	}
 	// All that this block sends is there.

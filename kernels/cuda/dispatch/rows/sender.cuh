@@ -66,6 +66,12 @@ struct rows_sender {
 
 	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
 
+	// Whether somebody takes rows while others are on their way.
+	__device__ __forceinline__ bool progresses() const
+	{
+		return (a.mode & (SW_DISPATCH_BY_EXPERT | SW_DISPATCH_BESIDE)) != 0;
+	}
+
 	// Counts where the block's tokens go, and tells the blocks behind it. place is 0 before; afterwards it counts
 	// from the first of a group of 32 tokens.
 	__device__ __forceinline__ void count()
@@ -326,12 +332,12 @@ struct rows_sender {
 		return there + a.send.to_scales + 4 * at;
 	}
 
-	// The place of the block's first row for a rank among this rank's there, where every rank has its own part.
+	// The place of the block's first row for a rank: in its output, or where every rank has its own part among this
+	// rank's there.
 	__device__ __forceinline__ u32 first(u32 d) const
 	{
-		return b.sent[d] == 0 || (a.mode & SW_DISPATCH_COMPACT) != 0
-		           ? 0
-		           : b.before[d] - a.world.rank * a.max_tokens;
+		u32 part = (a.mode & SW_DISPATCH_COMPACT) != 0 ? 0 : a.world.rank * a.max_tokens;
+		return b.sent[d] == 0 ? 0 : b.before[d] - part;
 	}
 
 	// How many of the block's first x tokens go to a rank.

@@ -5,6 +5,7 @@
 #include "dispatch_threads.h"
 
 #include "dispatch.cu"
+#include "results.cu"
 #include "token_weights.cu"
 
 #include "fibers.h"
@@ -97,14 +98,14 @@ bool turns()
 	return layers_of(worlds, 5);
 }
 
-// Calls without tokens, as many as a handle has room for tokens, and with weights at the combine one more, because
-// those are calls that forget nothing: none is left in the places of few tokens, so none can be taken for a later one.
+// Calls without tokens, as many as a handle has room for tokens: none is left in the places of few tokens, so none can
+// be taken for a later one.
 bool forgets()
 {
 	world w = random_world();
 	while (!w.few || w.max_tokens > 12)
 		w = random_world();
-	std::vector<batch> batches(1 + w.max_tokens + w.late);
+	std::vector<batch> batches(1 + w.max_tokens);
 	std::vector<std::vector<float>> weights(w.size);
 	std::vector<program> programs(w.size);
 	for (batch &b : batches) {
@@ -191,6 +192,11 @@ bool no_expert()
 		CHECK("its token", f.sent, u64{at_choice / w.top_k});
 		CHECK("its number", f.expected, u64{at_choice % w.top_k});
 		CHECK("its value", static_cast<i64>(f.limit), value);
+		if (w.told && w.by_token())
+			CHECK("ticket of what did not come", at<u64>(w.segment(rank) + w.numbers), u64{0});
+		for (u64 i = 0; i < w.room * w.top_k; i++)
+			CHECK("index of what did not come", at<i64>(w.segment(rank) + w.taken_indices + 8 * i),
+			      i64{-1});
 		f.kind = at<sw_control>(w.segment(rank) + w.state.control).fault = SW_FAULT_NONE; // as the host does
 	}
 	return run(w, after) && no_faults(w) && right_rows(w, next);

@@ -7,6 +7,7 @@
 #include "dispatch_masked.cu"
 
 #include "dispatch.cu"
+#include "results.cu"
 #include "token_weights.cu"
 
 #include "fibers.h"
@@ -243,7 +244,7 @@ struct masked_layers {
 		do
 			w = random_world();
 		while (!w.few || w.size < 2);
-		w.late = w.keeps = false;
+		w.late = w.keeps = w.told = false, w.room = 0;
 		victim = draw(w.size), dies = draw(2) == 0;
 		requests.resize(w.size), programs.resize(w.size), starts.resize(w.size), streams.resize(w.size),
 		    skipped.assign(w.size, 0);

@@ -11,6 +11,7 @@ namespace {
 using u16 = uint16_t;
 
 constexpr u32 op_dispatch = 1, op_redispatch = 2, op_combine = 3, op_backward = 4, op_token_weights = 7;
+constexpr u64 ticket = 9;
 enum layout { flat, padded, compact, by_rank };
 
 struct world : segments {
@@ -23,6 +24,8 @@ struct world : segments {
 	u32 scales_are = 0, biases;           // scales_are: the mode of a launch says that too
 	bool keeps;                           // calls go by a routing in memory of the caller
 	bool late;                            // weights are given at the combine
+	u64 room = 0;                         // rows of what the caller gets of an output, 0 where it wants none
+	bool told;                            // the caller wants the numbers
 	sw_mask_requests *requests = nullptr; // by rank, where calls go on without ranks
 	bool shared = false;                  // other worlds have memory for rows in the same place
 	std::vector<std::vector<u64>> kept;
@@ -32,7 +35,7 @@ struct world : segments {
 	std::vector<u32> first, table; // slots before each rank; the placement
 	sw_dispatch_block state;
 	u64 staging, sums, weights, token_weights, scales, rows, row_scales, row_weights, row_indices, row_sources,
-	    counts, masks;
+	    counts, masks, taken, taken_sources, taken_indices, numbers;
 
 	bool by_token() const { return rows_by == compact || rows_by == by_rank; }
 	u32 local(u32 r) const { return first[r + 1] - first[r]; }
@@ -48,7 +51,11 @@ struct world : segments {
 		u32 blocks = float8 || given ? (hidden + 127) / 128 : 0;
 		return scales_are == SW_DISPATCH_EXPONENTS ? (blocks + 3) / 4 : blocks;
 	}
-	u64 note_bytes() const { return (16 * (1 + top_k + (scale_words() + 2) / 3) + 127) / 128 * 128; }
+	u64 note_bytes() const
+	{
+		u32 words = max(scale_words(), by_token() ? 0 : top_k);
+		return (16 * (1 + top_k + (words + 2) / 3) + 127) / 128 * 128;
+	}
 	u64 packet_bytes() const // rows of float8 take less
 	{
 		return max((2 * hidden + SW_DISPATCH_DENSE_PART - 1) / SW_DISPATCH_DENSE_PART * 4096,
@@ -110,6 +117,9 @@ world random_shape(u32 size)
 		w.most_rows = all;
 	w.keeps = draw(2) == 0;
 	w.late = !w.by_token() && draw(3) == 0;
+	// Nothing is drawn for these, so that worlds without them stay those of their seeds.
+	w.room = w.by_token() && w.hidden % 3 == 0 ? 1 + (w.hidden + w.max_tokens) % w.most_rows : 0;
+	w.told = w.max_tokens % 2 == 0;
 	return w;
 }
 
@@ -154,6 +164,9 @@ void lay_rows(world &w, places_from &p)
 void lay_heap(world &w, places_from &p)
 {
 	w.heap = p.take(4 * static_cast<u64>(w.most_rows + w.max_tokens) * 2 * w.hidden + 4096);
+	w.taken = p.take(w.room * w.wire()), w.taken_sources = p.take(8 * w.room),
+	w.taken_indices = p.take(8 * w.room * w.top_k);
+	w.numbers = p.take(4096);
 }
 
 // With memory of its own.
@@ -338,6 +351,7 @@ sw_dispatch_args arguments(world &w, const batch &b, u32 rank, u32 op)
 	a.out.sources = memory{own + w.row_sources};
 	a.out.counts = memory{own + w.counts}, a.out.offsets = memory{own + w.counts + 1024},
 	a.out.rank_counts = memory{own + w.counts + 2048}, a.send.landed = memory{w.lands ? own + w.counts + 3072 : 0};
+	a.send.mapped = w.told && op == op_dispatch ? own + w.numbers : 0, a.send.ticket = w.by_token() ? ticket : 0;
 	a.out.most = w.most_rows, a.out.align = w.align, a.out.capacity = w.capacity,
 	a.send.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
 	if (w.requests != nullptr)
@@ -418,6 +432,30 @@ void dispatch_of_few(world &w, sw_dispatch_args a, bool halves, program &p)
 	});
 }
 
+// The copy of what a dispatch has left: of rows and indices.
+sw_result_args results_of(const world &w, u32 rank)
+{
+	u64 own = w.segment(rank);
+	sw_result_args r{};
+	r.fault = own + w.state.control + offsetof(sw_control, fault), r.rows = own + w.counts + 1024 + 4 * w.size;
+	auto add = [&](u64 to, u64 from, u64 row, bool fills) {
+		sw_result_part &p = r.parts[r.count++];
+		p.to = own + to, p.from = own + from, p.row = row, p.bytes = w.room * row, p.columns = 1;
+		p.fills = fills, p.behind = ~0u;
+	};
+	add(w.taken, w.rows, w.wire(), false), add(w.taken_sources, w.row_sources, 8, false);
+	add(w.taken_indices, w.row_indices, 8 * w.top_k, true);
+	return r;
+}
+
+void copy_what_is_left(const world &w, u32 rank, program &p)
+{
+	if (w.room == 0)
+		return;
+	sw_result_args r = results_of(w, rank);
+	p.push_back({[r] { copy_results(r); }, 1 + draw(3), SW_RESULT_THREADS, 0, true});
+}
+
 void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, program &p)
 {
 	sw_dispatch_args a = arguments(w, b, rank, again ? op_redispatch : op_dispatch);
@@ -430,13 +468,21 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 		a.mode |= w.rows_by == compact ? SW_DISPATCH_COMPACT : 0;
 		a.send.to_rows = w.rows, a.send.to_scales = w.row_scales, a.send.to_indices = w.row_indices,
 		a.send.to_weights = w.row_weights, a.send.to_sources = w.row_sources;
-		if (w.few)
-			return dispatch_of_few(w, a, halves, p);
+		if (w.few) {
+			dispatch_of_few(w, a, halves, p);
+			return copy_what_is_left(w, rank, p);
+		}
 		if (halves)
 			a.mode &= ~SW_DISPATCH_RECEIVE;
+		bool beside = !halves && w.room != 0 && w.rows_by == compact;
+		a.mode |= beside ? SW_DISPATCH_BESIDE : 0;
 		send(w, a, 2 * w.hidden, w.float8, p);
 		if (halves)
 			p.push_back(with(dispatch_receive, a, 1, SW_DISPATCH_THREADS));
+		if (!beside)
+			return copy_what_is_left(w, rank, p);
+		sw_take_result_args t{a, results_of(w, rank), 1, 2}; // rows and sources
+		p.push_back({[t] { take_results(t); }, 1 + draw(3), SW_TAKE_RESULT_THREADS, 0});
 		return;
 	}
 	to_staging(w, a);
@@ -483,7 +529,9 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 		a.sum.bias0 = reinterpret_cast<u64>(b.narrow_bias[0][rank].data());
 	if (w.biases > 1)
 		a.sum.bias1 = reinterpret_cast<u64>(b.narrow_bias[1][rank].data());
-	if (w.late) {
+	if (w.late && w.few) {
+		a.op = op_token_weights, a.send.weights = b.late[rank].data();
+	} else if (w.late) {
 		sw_dispatch_args t = a;
 		t.op = op_token_weights, t.state.weights = a.state.weights = w.token_weights,
 		t.send.weights = b.late[rank].data();
@@ -494,8 +542,9 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 	if (w.few) {
 		a.out.rows = w.segment(rank) + made_at(w), a.sum.weights = weights.data(),
 		a.sum.from_weights = w.weights;
-		a.mode |= w.by_token() ? 0 : SW_DISPATCH_WEIGH;
+		a.mode |= w.by_token() || w.late ? 0 : SW_DISPATCH_WEIGH;
 		auto kernel = w.by_token()    ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16)
+		              : w.late        ? (w.float8_sums ? combine_few_late_bf16_float8 : combine_few_late_bf16)
 		              : w.float8_sums ? combine_few_by_expert_bf16_float8
 		                              : combine_few_by_expert_bf16;
 		each_half(a, halves, [&](const sw_dispatch_args &h) {
@@ -664,8 +713,21 @@ bool right_rows(world &w, const batch &b)
 			CHECK("offset", o[i], offsets[i]);
 		for (u32 s = 0; s < w.size; s++)
 			CHECK("rows from a rank", f[s], from[s]);
+		if (w.told) {
+			std::vector<u32> numbers = counts;
+			CHECK("ticket", at<u64>(own + w.numbers), w.by_token() ? ticket : u64{0});
+			numbers.insert(numbers.end(), offsets.begin(), offsets.end());
+			numbers.insert(numbers.end(), from.begin(), from.end());
+			for (size_t i = 0; i < numbers.size(); i++)
+				CHECK("number for the caller", at<u32>(own + w.numbers + 8 + 4 * i), numbers[i]);
+		}
+		for (u64 i = offsets.back() * w.top_k; i < w.room * w.top_k; i++)
+			CHECK("index behind what came", at<i64>(own + w.taken_indices + 8 * i), i64{-1});
 		for (const row &q : rows) {
 			crossed(w, b, q.src, q.token, bytes, scales);
+			for (size_t i = 0; q.at < w.room && i < bytes.size(); i++)
+				CHECK("byte of a row that was taken",
+				      at<u8>(own + w.taken + static_cast<u64>(q.at) * w.wire() + i), bytes[i]);
 			const u8 *got = &at<u8>(own + w.rows + static_cast<u64>(q.at) * w.wire());
 			for (size_t i = 0; i < bytes.size(); i++)
 				CHECK("byte of a row", got[i], bytes[i]);
@@ -673,6 +735,10 @@ bool right_rows(world &w, const batch &b)
 				CHECK("scale",
 				      at<u32>(own + w.row_scales + 4 * (static_cast<u64>(q.at) * w.scale_words() + i)),
 				      scales[i]);
+			if (q.at < w.room)
+				CHECK("source that was taken",
+				      at<u64>(own + w.taken_sources + 8 * static_cast<u64>(q.at)),
+				      static_cast<u64>(q.token) << 32 | q.src);
 			CHECK("source", at<u64>(own + w.row_sources + 8 * static_cast<u64>(q.at)),
 			      static_cast<u64>(q.token) << 32 | q.src);
 			for (u32 k = 0; k < w.top_k; k++) {
@@ -687,8 +753,10 @@ bool right_rows(world &w, const batch &b)
 				u64 at_k = static_cast<u64>(q.at) * w.top_k + k;
 				CHECK("weight", at<float>(own + w.row_weights + 4 * at_k),
 				      here ? b.weight[q.src][i] : 0);
-				CHECK("index", at<i64>(own + w.row_indices + 8 * at_k),
-				      here ? static_cast<i64>(slot_of(w, q.src, q.token, e) - w.first[rank]) : -1);
+				i64 index = here ? static_cast<i64>(slot_of(w, q.src, q.token, e) - w.first[rank]) : -1;
+				CHECK("index", at<i64>(own + w.row_indices + 8 * at_k), index);
+				if (q.at < w.room)
+					CHECK("index that was taken", at<i64>(own + w.taken_indices + 8 * at_k), index);
 			}
 		}
 	}

@@ -5,6 +5,7 @@
 #include "../../internal/cuda/layout/args.h"
 
 #define SW_RESULT_THREADS 64
+#define SW_TAKE_RESULT_THREADS 64
 
 #include "results.cu"
 

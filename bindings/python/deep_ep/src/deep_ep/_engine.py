@@ -18,7 +18,7 @@ from typing import Any, Optional
 import switchyard
 import torch
 from switchyard import errors
-from switchyard._torch.moe_bare import bring, deliver, lease
+from switchyard._torch.moe_bare import bring, deliver, lease, numbers_of
 from torch import Tensor
 
 from ._leases import Live, Made, earlier, taken_up
@@ -239,20 +239,22 @@ class Engine:
 
     # Few tokens
 
-    def send_slab(self, shape: Shape, x: Tensor, idx: Tensor, first: bool) -> tuple[Any, Routing]:
-        """Send few tokens to their experts. The rows lie in the dispatcher's memory until LENT more calls were made."""
+    def send_slab(self, shape: Shape, x: Tensor, idx: Tensor, first: bool) -> tuple[Any, Routing, Tensor]:
+        """Send few tokens to their experts. The rows lie in the dispatcher's memory until LENT more calls were made; the third
+        result, the choices of each expert, in memory of its own."""
         if idx.dtype is not torch.int64:
             idx = idx.to(torch.int64)
         made = self._found.get(shape)
         if made is None or not made.pooled or self._cuda:
             made = self._lender(shape)
         self.pool.calls = made.used = self.pool.calls + 1
-        live = made.lend(lease, made.dispatcher, x, idx, first)
+        numbers, counts = numbers_of(made.dispatcher, x)
+        live = made.lend(lease, made.dispatcher, x, idx, first, numbers)
         routing = Routing(self, shape, idx, False)
         live.serves(routing)
         if self._cuda:
             self._reads.mark()
-        return live.got, routing
+        return live.got, routing, counts
 
     def combine_slab(self, x: Tensor, routing: Routing, weights: Tensor, first: bool, out: Optional[Tensor]) -> Any:
         """The sums of weight times row over the experts of each token, or the first half; weights [tokens, top_k] are this
@@ -313,7 +315,7 @@ class Engine:
         shape = routing.shape._replace(dtype=dtype, scales="", quantize="")
         empty = torch.empty((routing.tokens, shape.hidden), dtype=dtype, device=self.device)
         made = self._lender(shape)
-        return made.lend(lease, made.dispatcher, empty, routing.idx, False).serves(routing)
+        return made.lend(lease, made.dispatcher, empty, routing.idx, False, None).serves(routing)
 
     def _fitted(self, name: str, x: Tensor, kept: Any, routing: Routing) -> Tensor:
         """Rows as a combine takes them: as many as came where the host knows, else at most all that there is room for."""

@@ -108,7 +108,7 @@ class DispatchCall(Structure):
     """A dispatch. Made and Rows are results."""
 
     _fields_ = [
-        *((name, Buffer) for name in ("X", "Scales", "Experts", "Weights")),
+        *((name, Buffer) for name in ("X", "Scales", "Experts", "Weights", "Numbers")),
         ("Handle", c_uint64),
         ("Half", c_int64),
         ("Made", c_uint64),
@@ -202,9 +202,11 @@ def shape_head(row: int, dst_bytes: int, src_bytes: int) -> array[int]:
     return array("q", (row, dst_bytes, src_bytes, 0, 0, 0, 0, 0))
 
 
-def dispatch_call(x: Memory, scales: Memory, experts: Memory, weights: Memory, handle: int, half: int) -> array[int]:
+def dispatch_call(
+    x: Memory, scales: Memory, experts: Memory, weights: Memory, handle: int, half: int, numbers: Memory = (0, 0)
+) -> array[int]:
     """A DispatchCall."""
-    return array("q", (*x, *scales, *experts, *weights, handle, half, 0, 0))
+    return array("q", (*x, *scales, *experts, *weights, *numbers, handle, half, 0, 0))
 
 
 def combine_call(

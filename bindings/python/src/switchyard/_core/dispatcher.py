@@ -128,12 +128,13 @@ class Calls(Taking):
         return comm._control(code, ticket) if code != AGAIN else comm._finish(code, ticket, keep)
 
     def _dispatch(
-        self, x: int, scales: tuple[int, int], idx: int, weights: int, tokens: int, first: bool, keep: object
-    ) -> Output:
-        """Make a dispatch of tokens at addresses."""
+        self, x: int, scales: tuple[int, int], idx: int, weights: int, tokens: int, first: bool, keep: object,
+        numbers: abi.Memory = (0, 0),
+    ) -> Output:  # fmt: skip
+        """Make a dispatch of tokens at addresses; numbers are memory of the caller for its counts, see dispatch.Tokens."""
         weighed = 4 * tokens * self.top_k if weights else 0
         call = abi.dispatch_call(
-            (x, tokens * self._token_bytes), scales, (idx, tokens * self._choice_bytes), (weights, weighed), 0, first
+            (x, tokens * self._token_bytes), scales, (idx, tokens * self._choice_bytes), (weights, weighed), 0, first, numbers
         )
         if self._index >= 0 or first:
             made = self._occupy(0, keep, call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._core.dispatched import OF_TOKENS, UNWEIGHTED, Combining, Dispatched, Result, Routing
@@ -31,15 +32,24 @@ def deliver(
         return d._deliver(*call)
 
 
-def lease(d: Calls, x: Tensor, idx: Tensor, first: bool) -> Dispatched:
-    """A dispatch without gradients and weights, or its first half."""
-    if d._operated is not None and not first:
+def numbers_of(d: Calls, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Fresh memory for the numbers of a dispatch by expert, and the choices of each expert in it."""
+    local = len(d._local_experts)
+    numbers = x.new_empty(2 * local + 3 + d._ranks, dtype=torch.int32)
+    return numbers, numbers[2 : local + 2]
+
+
+def lease(d: Calls, x: Tensor, idx: Tensor, first: bool, numbers: Tensor | None) -> Dispatched:
+    """A dispatch without gradients and weights, or its first half, with the numbers where the caller wants them. It holds them
+    until the second."""
+    if d._operated is not None and not first and numbers is None:
         made: Dispatched | None = d._operated.dispatch(x, idx, None)
         if made is not None:
             return made
     if d._index >= 0:
         x = aligned(x)
-    call = (x.data_ptr(), (0, 0), idx.data_ptr(), 0, x.shape[0], first, (x, idx))
+    told = (0, 0) if numbers is None else (numbers.data_ptr(), 4 * numbers.numel())
+    call = (x.data_ptr(), (0, 0), idx.data_ptr(), 0, x.shape[0], first, (x, idx, numbers), told)
     if not profiled():
         output = d._dispatch(*call)
     else:

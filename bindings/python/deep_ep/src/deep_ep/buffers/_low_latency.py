@@ -91,22 +91,22 @@ class FewTokens(Bound):
             shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, 0, True, quantize)
             remember(self._shapes, key, shape)
         engine = self._engines.own.get(x.device) or self._engines.of(x.device)
-        local = shape.experts // self.group_size
         hook, event = None, None  # type: Hook, Any
         if async_finish:
 
             def whole() -> Any:
-                got, routing = engine.send_slab(shape, x, idx, False)
-                return got, routing, _counts(got, stats)
+                got, routing, counts = engine.send_slab(shape, x, idx, False)
+                if stats is not None:
+                    stats.add_(counts)
+                return got, routing, counts
 
             (got, routing, counts), event = self._streams.run(engine.device, None, True, (x, idx), whole)
         else:
-            got, routing = engine.send_slab(shape, x, idx, return_recv_hook)
+            got, routing, counts = engine.send_slab(shape, x, idx, return_recv_hook)
             if return_recv_hook:
-                counts = torch.empty(local, dtype=torch.int32, device=x.device)
                 hook = partial(_receive_rows, got, counts, stats)
-            else:
-                counts = _counts(got, stats)
+            elif stats is not None:
+                stats.add_(counts)
         routing.given = Given(topk_idx)
         rows = lent(got, "rows")
         handle = FewHandle(routing, got, counts)
@@ -202,20 +202,11 @@ class FewTokens(Bound):
         raise NotImplementedError("deep_ep: low_latency_clean_mask_buffer: enable_shrink is not supported")
 
 
-def _counts(got: Any, stats: Optional[Tensor]) -> Tensor:
-    """The choices of each expert, which lie in the dispatcher, and in the caller's sums from now on."""
-    counts = lent(got, "counts", True)
+def _receive_rows(got: Any, counts: Tensor, stats: Optional[Tensor]) -> None:
+    """End a dispatch, which writes the counts."""
+    got.wait()
     if stats is not None:
         stats.add_(counts)
-    return counts
-
-
-def _receive_rows(got: Any, into: Tensor, stats: Optional[Tensor]) -> None:
-    """End a dispatch."""
-    got.wait()
-    into.copy_(lent(got, "counts"))
-    if stats is not None:
-        stats.add_(into)
 
 
 def _receive(engine: Any, combining: Any, into: Tensor) -> None:
