@@ -225,6 +225,16 @@ def test_dispatches_are_those_of_python(gloo):
     gloo.run(paired, "cpu")
 
 
+def refuse_alike(d, call, *arguments):
+    """The call is refused with operators and without, in the same words."""
+    said = []
+    for how in (contextlib.nullcontext, by_python):
+        with how(d), pytest.raises(sw.Error) as caught:
+            call(*arguments)
+        said.append((type(caught.value), str(caught.value)))
+    assert said[0] == said[1]
+
+
 def refused(rank, size, device):
     d = sw.Dispatcher(2 * size, 2, 8, max_tokens=4, handles=2, device=device)
     x, idx, weights = tokens(rank, d, 3, device)
@@ -235,20 +245,10 @@ def refused(rank, size, device):
         (x, idx, weights[:2]), (x, idx.float(), weights), (x.tolist(), idx, weights), (x, weights, idx), twice,
     ]  # fmt: skip
     for arguments in wrong:
-        texts = []
-        for how in (contextlib.nullcontext, by_python):
-            with how(d), pytest.raises(sw.Error) as caught:
-                d.dispatch(*arguments)
-            texts.append((type(caught.value), str(caught.value)))
-        assert texts[0] == texts[1]
+        refuse_alike(d, d.dispatch, *arguments)
     got = d.dispatch(x, idx, weights)
     for rows in (got.rows[:, :4], got.rows.double(), got.rows[0], torch.zeros(d.max_rows + 1, 8, device=device)):
-        texts = []
-        for how in (contextlib.nullcontext, by_python):
-            with how(d), pytest.raises(sw.Error) as caught:
-                d.combine(rows, got)
-            texts.append((type(caught.value), str(caught.value)))
-        assert texts[0] == texts[1]
+        refuse_alike(d, d.combine, rows, got)
     # What operators convert no more than Python does: strides, types of indices, gradients.
     want = d.combine(got.rows, got)
     strided = torch.zeros(3, 16, device=device)[:, ::2].copy_(x)
@@ -268,7 +268,7 @@ def refused(rank, size, device):
     again = d.dispatch(x, idx, weights)
     with pytest.raises(sw.errors.NoHandle):
         d.dispatch(x, idx, weights)
-    del again, got, rows, caught
+    del again, got, rows
     gc.collect()
     d.close()
 
