@@ -173,11 +173,11 @@ static torch_tensor rows_of(const struct switchyard_dispatches *d, struct made *
 	return x;
 }
 
-static torch_tensor send(torch_tensor tokens, torch_tensor experts, torch_tensor weights,
+static torch_tensor send(torch_tensor tokens, torch_tensor experts, torch_tensor weights, torch_tensor told,
                          const struct switchyard_dispatches *d, struct made *made, int64_t *counts)
 {
 	struct switchyard_dispatch_call call = {0};
-	struct view x, idx, w;
+	struct view x, idx, w, n;
 	uint64_t stream, ticket = 0;
 	made->code = UNUSUAL;
 	if (atomic_load(&forked) || d->Numbers > MOST_NUMBERS || !view_of(tokens, &x) || !view_of(experts, &idx) ||
@@ -189,6 +189,12 @@ static torch_tensor send(torch_tensor tokens, torch_tensor experts, torch_tensor
 			return undefined();
 		call.Weights.Addr = (uint64_t)(uintptr_t)w.data;
 		call.Weights.Bytes = 4 * x.sizes[0] * d->TopK;
+	}
+	if (told) {
+		if (!view_of(told, &n) || n.device != d->Device || n.dtype != types[SWITCHYARD_INT32] || n.dim != 1)
+			return undefined();
+		call.Numbers.Addr = (uint64_t)(uintptr_t)n.data;
+		call.Numbers.Bytes = 4 * n.sizes[0];
 	}
 	call.X.Addr = (uint64_t)(uintptr_t)x.data;
 	call.X.Bytes = x.sizes[0] * d->TokenBytes;
@@ -210,17 +216,14 @@ static torch_tensor send(torch_tensor tokens, torch_tensor experts, torch_tensor
 	return undefined();
 }
 
-// switchyard::dispatch_rows, and with weights switchyard::dispatch_weighted
-static void dispatch(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+static void dispatch(uint64_t *stack, uint64_t inputs, torch_tensor weights, torch_tensor told)
 {
-	(void)outputs;
 	torch_tensor x = (torch_tensor)stack[0], experts = (torch_tensor)stack[1];
-	torch_tensor weights = inputs == 4 ? (torch_tensor)stack[2] : NULL;
 	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)stack[inputs - 1];
 	struct made made = {0};
 	int64_t counts[MOST_NUMBERS];
 	torch_list list = NULL;
-	stack[0] = (uint64_t)send(x, experts, weights, d, &made, counts);
+	stack[0] = (uint64_t)send(x, experts, weights, told, d, &made, counts);
 	(void)torch_new_list_reserve_size(sizeof made / 8 + (size_t)d->Numbers, &list);
 	for (size_t i = 0; i < sizeof made / 8; i++)
 		value(list, ((const int64_t *)&made)[i]);
@@ -229,8 +232,31 @@ static void dispatch(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 	stack[1] = (uint64_t)list;
 	(void)aoti_torch_delete_tensor_object(x);
 	(void)aoti_torch_delete_tensor_object(experts);
-	if (weights)
-		(void)aoti_torch_delete_tensor_object(weights);
+}
+
+// switchyard::dispatch_rows
+static void dispatch_rows(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)outputs;
+	dispatch(stack, inputs, NULL, NULL);
+}
+
+// switchyard::dispatch_weighted
+static void dispatch_weighted(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)outputs;
+	torch_tensor weights = (torch_tensor)stack[2];
+	dispatch(stack, inputs, weights, NULL);
+	(void)aoti_torch_delete_tensor_object(weights);
+}
+
+// switchyard::dispatch_told
+static void dispatch_told(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)outputs;
+	torch_tensor told = (torch_tensor)stack[2];
+	dispatch(stack, inputs, NULL, told);
+	(void)aoti_torch_delete_tensor_object(told);
 }
 
 // What a combine goes by, in the order of the operator's arguments behind its tensors.
@@ -302,9 +328,12 @@ static const struct {
 } OPERATORS[] = {
     {"all_to_all", "all_to_all(Tensor(a!) output, Tensor input, int[] received, int[] sent, int exchanges) -> int",
      all_to_all},
-    {"dispatch_rows", "dispatch_rows(Tensor x, Tensor experts, int dispatches) -> (Tensor, int[])", dispatch},
+    {"dispatch_rows", "dispatch_rows(Tensor x, Tensor experts, int dispatches) -> (Tensor, int[])", dispatch_rows},
     {"dispatch_weighted",
-     "dispatch_weighted(Tensor x, Tensor experts, Tensor weights, int dispatches) -> (Tensor, int[])", dispatch},
+     "dispatch_weighted(Tensor x, Tensor experts, Tensor weights, int dispatches) -> (Tensor, int[])",
+     dispatch_weighted},
+    {"dispatch_told", "dispatch_told(Tensor x, Tensor experts, Tensor(a!) numbers, int dispatches) -> (Tensor, int[])",
+     dispatch_told},
     {"combine_rows", "combine_rows(Tensor rows, " WAY, combine},
     {"combine_weighted", "combine_weighted(Tensor rows, Tensor weights, " WAY, combine},
 };

@@ -31,6 +31,7 @@ const char *switchyard_operators(void);
 // How operators number types.
 #define SWITCHYARD_TYPES "float32 bfloat16 float16 float8_e4m3fn int32 int64"
 #define SWITCHYARD_FLOAT32 0
+#define SWITCHYARD_INT32 4
 
 // Exchanges of a place. Device is -1 for the host, and calls wait there for Wait microseconds.
 struct switchyard_exchanges {

@@ -11,7 +11,7 @@ import deep_ep
 
 MOST = 8
 #: The names of operators of torch in what makes a dispatcher's calls by them.
-OPERATORS = ("_plain", "_weighted", "_combine", "_combine_weighted")
+OPERATORS = ("_plain", "_weighted", "_told", "_combine", "_combine_weighted")
 
 
 def passed(dispatcher, call, most=MOST):

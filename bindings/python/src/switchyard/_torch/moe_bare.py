@@ -42,8 +42,8 @@ def numbers_of(d: Calls, x: Tensor) -> tuple[Tensor, Tensor]:
 def lease(d: Calls, x: Tensor, idx: Tensor, first: bool, numbers: Tensor | None) -> Dispatched:
     """A dispatch without gradients and weights, or its first half, with the numbers where the caller wants them. It holds them
     until the second."""
-    if d._operated is not None and not first and numbers is None:
-        made: Dispatched | None = d._operated.dispatch(x, idx, None)
+    if d._operated is not None and not first:
+        made: Dispatched | None = d._operated.dispatch(x, idx, None, numbers)
         if made is not None:
             return made
     if d._index >= 0:

@@ -91,6 +91,7 @@ class Dispatches:
     def __init__(self, d: Calls, found: Any) -> None:
         self._dispatcher = d
         self._plain, self._weighted = found.dispatch_rows.default, found.dispatch_weighted.default
+        self._told = found.dispatch_told.default
         self._combine, self._combine_weighted = found.combine_rows.default, found.combine_weighted.default
         self._experts, self._ranks = len(d.local_experts), d.comm.size
         numbers = 0 if d._index >= 0 else 2 + self._experts + d._groups + self._ranks
@@ -100,8 +101,8 @@ class Dispatches:
         self._about = array("q", (*shape, *types, *sizes, numbers, SLICE))
         self._address = self._about.buffer_info()[0]
 
-    def dispatch(self, x: Tensor, idx: Tensor, weights: Tensor | None) -> Dispatched | None:
-        """A dispatch, if nothing about it is unusual."""
+    def dispatch(self, x: Tensor, idx: Tensor, weights: Tensor | None, numbers: Tensor | None = None) -> Dispatched | None:
+        """A dispatch, if nothing about it is unusual. One without weights may leave its numbers in memory of the caller."""
         d = self._dispatcher
         if profiled() or type(x) is not Tensor or type(idx) is not Tensor:
             return None
@@ -110,7 +111,7 @@ class Dispatches:
         if torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
             return None
         try:
-            rows, made = self._send(x, idx, weights)
+            rows, made = self._send(x, idx, weights, numbers)
         except (RuntimeError, TypeError):
             return None
         code = made[0]
@@ -122,13 +123,13 @@ class Dispatches:
                 if not isinstance(error, errors.NoHandle):
                     raise error
                 gc.collect()  # outputs may hang in cycles
-                rows, made = self._send(x, idx, weights)
+                rows, made = self._send(x, idx, weights, numbers)
                 code = made[0]
                 if code not in (0, AGAIN):
                     raise d.comm._lib.error(code)
         _, handle, hold, place, ticket = made[:5]
         if code == AGAIN:
-            handle = handle or d.comm._finish(code, c_uint64(ticket), (x, idx, weights))
+            handle = handle or d.comm._finish(code, c_uint64(ticket), (x, idx, weights, numbers))
         output = Output(d, handle, place, None, hold)
         if d._index < 0:
             output.counts = counts_of(d, handle) if code else self._counts(made)
@@ -137,11 +138,16 @@ class Dispatches:
             got.rows = rows
         return got
 
-    def _send(self, x: Tensor, idx: Tensor, weights: Tensor | None) -> tuple[Tensor | None, list[int]]:
-        if weights is None:
-            sent: tuple[Tensor | None, list[int]] = self._plain(x, idx, self._address)
-        else:
+    def _send(
+        self, x: Tensor, idx: Tensor, weights: Tensor | None, numbers: Tensor | None
+    ) -> tuple[Tensor | None, list[int]]:
+        sent: tuple[Tensor | None, list[int]]
+        if weights is not None:
             sent = self._weighted(x, idx, weights, self._address)
+        elif numbers is not None:
+            sent = self._told(x, idx, numbers, self._address)
+        else:
+            sent = self._plain(x, idx, self._address)
         return sent
 
     def _counts(self, made: list[int]) -> HostCounts:
