@@ -27,7 +27,7 @@ const (
 	dispatchPassPart       = 2048              // bytes of a row that a warp of a pass adds or copies at a time
 	dispatchDensePart      = 3584              // bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them
 	dispatchPlainPart      = 1536              // the same on the way back, 2048
-	dispatchNarrowPart     = 2048              // the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes
+	dispatchNarrowPart     = 2048              // the same of partial sums that cross as float8, 1536, or 1024 where elements have 4 bytes
 	dispatchStretch        = 512               // elements of a float8 partial sum behind one group of scales
 	dispatchWindow         = 64                // rows of one rank that are told together when they are made
 	tokenWeightsThreads    = 256               // of a block of token_weights

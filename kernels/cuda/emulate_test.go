@@ -445,7 +445,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"wipe(a, src, k, epoch, 16, a.state.note_stride, lane);", ";",
 		},
 		"rows there and back have flags alike": {
-			"packet::flag(epoch) | 0x80000000", "packet::flag(epoch)",
+			"return tight::flag(epoch) | 0x8000;", "return tight::flag(epoch);",
 		},
 		"the same token is wiped in every call": {
 			"next(epoch) + 1 < a.max_tokens ? next(epoch) + 1 : 0;", "0;",
@@ -464,6 +464,9 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		},
 		"weights of tokens are told of before all threads have written theirs": {
 			"	__threadfence_system();\n	__syncthreads();\n	if (talks)", "	if (talks)",
+		},
+		"half of the lanes lack the ends of their sums": {
+			"w[11] |= third & 0xffff0000;", ";",
 		},
 		"few rows are weighted before their weights are there": {
 			"(v = packet::get(place + 16 * (k / 3)), !v.has(flag))", "(v = packet::get(place + 16 * (k / 3)), false)",

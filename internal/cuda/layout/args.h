@@ -72,7 +72,7 @@ enum {
 	SW_DISPATCH_PASS_PART = 2048, /* bytes of a row that a warp of a pass adds or copies at a time */
 	SW_DISPATCH_DENSE_PART = 3584, /* bytes of a row of few tokens that a warp sends to experts as packets, 4096 bytes of them */
 	SW_DISPATCH_PLAIN_PART = 1536, /* the same on the way back, 2048 */
-	SW_DISPATCH_NARROW_PART = 2048, /* the same of rows that cross as float8, 1536, or 1024 where elements have 4 bytes */
+	SW_DISPATCH_NARROW_PART = 2048, /* the same of partial sums that cross as float8, 1536, or 1024 where elements have 4 bytes */
 	SW_DISPATCH_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
 	SW_DISPATCH_WINDOW = 64, /* rows of one rank that are told together when they are made */
 	SW_TOKEN_WEIGHTS_THREADS = 256, /* of a block of token_weights */

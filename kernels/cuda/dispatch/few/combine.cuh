@@ -363,6 +363,9 @@ template <kind type, bool float8, bool by_expert, bool late> struct few_combiner
 				}
 #pragma unroll
 				for (u32 j = 0; j < sources; j++)
+					x[j].join(lane);
+#pragma unroll
+				for (u32 j = 0; j < sources; j++)
 #pragma unroll
 					for (u32 i = 0; i < vectors; i++)
 						if (j < some && (gone >> j & 1) == 0) {

@@ -68,8 +68,8 @@ __device__ __forceinline__ void load_packets(packet (&v)[packets], u64 place, u3
 // highest bit of theirs is 0.
 __device__ __forceinline__ u32 flag_back(u64 epoch) { return packet::flag(epoch) | 0x80000000; }
 
-// A row on its way to experts has packets of 14 bytes and a flag of 16 bits. Flags of calls of one parity differ,
-// unless they are 32,767 of them apart or more.
+// Packets of 14 bytes and a flag of 16 bits. Flags of calls of one parity differ, unless they are 32,767 of them apart
+// or more.
 struct tight {
 	static __device__ __forceinline__ u32 flag(u64 epoch) { return 1 + static_cast<u32>(epoch / 2) % 32767; }
 
@@ -150,8 +150,7 @@ template <u32 count> struct few_whole : few_words<4 * count> {
 };
 
 // A row as it is, on its way to experts: a lane has seven vectors of a part. There is one packet for all but the end of
-// each vector, and one for their ends. On the way back, where a warp has several rows at once, the registers cost more
-// than fewer bytes save.
+// each vector, and one for their ends.
 struct few_dense : few_whole<SW_DISPATCH_DENSE_PART / 512> {
 	static constexpr u32 packets = vectors + 1;
 	static_assert(vectors == 7, "their ends fill a packet");
@@ -207,18 +206,68 @@ struct few_dense : few_whole<SW_DISPATCH_DENSE_PART / 512> {
 	}
 };
 
-// A row as it is, on its way back: a lane has three vectors of a part.
+// A row as it is, on its way back: a lane has three vectors of a part, fewer than on the way there, since a warp has
+// several rows at once. There is one packet for all but the end of each vector, and a lane of the first half has one
+// for the ends of two lanes, its own and those of the lane 16 behind it.
 struct few_plain : few_whole<SW_DISPATCH_PLAIN_PART / 512> {
-	static_assert(vectors == 3, "they fill four packets");
+	static constexpr u32 packets = vectors + 1, half = 16;
+	static_assert(vectors == 3, "the ends of two lanes fill a packet");
+	u32 other[2]; // ends of the lane 16 behind, as they came: of vectors 0 and 1, and in the high half of vector 2
 
-	static __device__ __forceinline__ u32 flag(u64 epoch) { return flag_back(epoch); }
+	static __device__ __forceinline__ u32 flag(u64 epoch) { return tight::flag(epoch) | 0x8000; }
 
-	// How many packets a lane has of a part.
+	// How many vectors a lane has of a part.
 	static __device__ __forceinline__ u32 used(u32 bytes, u32 part, u32 lane)
 	{
-		u32 at = part * 512 * vectors + lane * 16,
-		    have = (at < bytes ? 1 : 0) + (at + 512 < bytes ? 1 : 0) + (at + 1024 < bytes ? 1 : 0);
-		return (4 * have + 2) / 3;
+		u32 at = part * 512 * vectors + lane * 16;
+		return (at < bytes ? 1 : 0) + (at + 512 < bytes ? 1 : 0) + (at + 1024 < bytes ? 1 : 0);
+	}
+	// Whether a lane with that many vectors has packet i.
+	static __device__ __forceinline__ bool has(u32 i, u32 used, u32 lane)
+	{
+		return i < used || (i == vectors && used != 0 && lane < half);
+	}
+
+	// All lanes.
+	__device__ __forceinline__ void write_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag) const
+	{
+		place += part * packets * 512 + lane * 16;
+		u32 first = w[3] >> 16 | (w[7] & 0xffff0000), third = w[11] >> 16;
+		u32 others = __shfl_sync(~0u, first, lane | half), last = __shfl_sync(~0u, third, lane | half);
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++)
+			if (has(i, used, lane))
+				tight::put(place + i * 512, flag, w[4 * i], w[4 * i + 1], w[4 * i + 2],
+				           w[4 * i + 3] & 0xffff);
+		if (has(vectors, used, lane))
+			tight::put(place + vectors * 512, flag, first, others, third | last << 16, 0);
+	}
+
+	// True when they are there.
+	__device__ __forceinline__ bool read_packets(u64 place, u32 part, u32 used, u32 lane, u32 flag)
+	{
+		packet v[packets];
+		bool all = tight::read(v, place, part, lane, flag, [&](u32 i) { return has(i, used, lane); });
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++)
+			w[4 * i] = v[i].word(0), w[4 * i + 1] = v[i].word(1), w[4 * i + 2] = v[i].word(2);
+		w[3] = tight::end(v[0]) | v[vectors].word(0) << 16;
+		w[7] = tight::end(v[1]) | (v[vectors].word(0) & 0xffff0000);
+		w[11] = tight::end(v[2]) | v[vectors].word(2) << 16;
+		other[0] = v[vectors].word(1), other[1] = v[vectors].word(2);
+		return all;
+	}
+
+	// Hands over the ends that came with another lane's. All lanes, when their packets are there.
+	__device__ __forceinline__ void join(u32 lane)
+	{
+		u32 first = __shfl_sync(~0u, other[0], lane & (half - 1)),
+		    third = __shfl_sync(~0u, other[1], lane & (half - 1));
+		if (lane >= half) {
+			w[3] |= first << 16;
+			w[7] |= first & 0xffff0000;
+			w[11] |= third & 0xffff0000;
+		}
 	}
 };
 
@@ -338,6 +387,8 @@ template <kind type> struct few_float8 : few_words<numbers<type>::count + 1> {
 	{
 		return part * 512 * vectors < bytes ? base::packets : 0;
 	}
+
+	__device__ __forceinline__ void join(u32) const {}
 
 	// Vector i; the lanes of a block have its scale. lane%4 says whose scale a lane carries.
 	__device__ __forceinline__ void set(u32 i, u32 low, u32 high, u32 scale, u32 lane)
