@@ -29,12 +29,12 @@ func (g *GPU) NewArena(stream uintptr, n int64, put func(*Arena) (uint64, error)
 		return 0, fmt.Errorf("core: %w: a pool of %d bytes", ErrInvalid, n)
 	}
 	return g.comm.do(func() (int64, error) {
-		b, err := g.allocate(stream, n)
+		b, err := g.allocate(stream, n+arenaAlign) // the heap's buffers are less aligned
 		if err != nil {
 			return 0, err
 		}
 		a := &Arena{gpu: g, block: b, used: make(map[uintptr]int64)}
-		a.free.give(b.addr, n/arenaAlign*arenaAlign)
+		a.free.give((b.addr+arenaAlign-1)/arenaAlign*arenaAlign, n/arenaAlign*arenaAlign)
 		id, err := put(a)
 		if err != nil {
 			return 0, err

@@ -69,6 +69,23 @@ def test_symmetric_tensors(worlds):
         w.close()
 
 
+def takes_and_gives(device):
+    """A pool as torch calls it."""
+    number = sw.communicator()._gpu(device).pool(8 << 20, 0)
+    lib = ctypes.CDLL(native.path())
+    take, give = getattr(lib, f"switchyard_pool_alloc_{number}"), getattr(lib, f"switchyard_pool_free_{number}")
+    take.restype, take.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    give.restype, give.argtypes = None, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+    half = 4 << 20
+    first, second = take(half, device, None), take(half, device, None)
+    assert abs(first - second) == half
+    assert first % 512 == 0
+    assert take(1, device, None) is None
+    give(first, half, device, None)
+    assert take(half, device + 1, None) is None
+    assert take(half, device, None) == first
+
+
 def pooled(rank, size):
     n = 300_000
     pool = sw.mem_pool(64 << 20)
@@ -107,20 +124,10 @@ def pooled(rank, size):
     gc.collect()
     torch.cuda.empty_cache()
     # What torch calls for that.
-    device = torch.cuda.current_device()
-    number = sw.communicator()._gpu(device).pool(8 << 20, 0)
-    lib = ctypes.CDLL(native.path())
-    take, give = getattr(lib, f"switchyard_pool_alloc_{number}"), getattr(lib, f"switchyard_pool_free_{number}")
-    take.restype, take.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    give.restype, give.argtypes = None, [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-    half = 4 << 20
-    first, second = take(half, device, None), take(half, device, None)
-    assert abs(first - second) == half
-    assert first % 512 == 0
-    assert take(1, device, None) is None
-    give(first, half, device, None)
-    assert take(half, device + 1, None) is None
-    assert take(half, device, None) == first
+    for _ in range(2):
+        odd = sw.empty(1, device=CUDA)  # the heap's buffers begin at multiples of 256
+        takes_and_gives(torch.cuda.current_device())
+        sw.free(odd)
     ready()
 
 
