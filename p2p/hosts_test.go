@@ -47,14 +47,17 @@ func TestF2_ADeadHostIsNamed(t *testing.T) {
 	t.Run("messages", func(t *testing.T) {
 		worldtest.HostDies(t, segment, func(r *worldtest.Rank) (func() error, func(context.Context) error) {
 			x := endpoint(r, p2p.Options{Timeout: time.Minute})
-			src, dst := make([]byte, 3<<20), make([]byte, 3<<20)
+			src, dst := make([]byte, 3<<20), make([][]byte, r.Size()) // of each peer: messages may arrive side by side
+			for peer := range dst {
+				dst[peer] = make([]byte, len(src))
+			}
 			call := func() error {
 				var list []p2p.Message
 				for peer := range r.Size() {
 					if peer != r.Rank() {
 						n := int64(1 + peer*r.Rank()*200_000)
 						list = append(list, p2p.Message{Peer: peer, View: memory.Host(src).Slice(0, n)},
-							p2p.Message{Receive: true, Peer: peer, View: memory.Host(dst).Slice(0, n)})
+							p2p.Message{Receive: true, Peer: peer, View: memory.Host(dst[peer]).Slice(0, n)})
 					}
 				}
 				return x.Batch(nil, list...)

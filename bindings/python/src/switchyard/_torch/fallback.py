@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .tensors import PLAIN, into, written
@@ -88,6 +89,29 @@ class Rows:
             return in_rows(call, "r" if reads else roles, given, named)
 
         return make
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        """reduce_scatter of a list. gloo of torch 2.8 sums it, whatever the operator is, so with another one it is this rank's
+        part of an all_reduce."""
+        lists = len(outputs) == 1 and len(inputs) == 1 and len(inputs[0]) == self._pg.size()
+        if opts.reduceOp == dist.ReduceOp.SUM or not lists or not _alike(outputs[0], inputs[0], self._pg.rank()):
+            return in_rows(self._pg.reduce_scatter, ROLES["reduce_scatter"], (outputs, inputs, opts))
+        rank, sizes = self._pg.rank(), [x.numel() for x in inputs[0]]
+        whole = torch.cat([x.detach().resolve_conj().resolve_neg().reshape(-1) for x in inputs[0]])
+        over = dist.AllreduceOptions()
+        over.reduceOp, over.timeout = opts.reduceOp, opts.timeout
+        result = self._pg.allreduce([whole], over)
+        written(outputs[0])
+        mine = whole.split(sizes)[rank].view(outputs[0].shape)
+        return Work(Theirs(result), outputs, into(outputs[0], mine, "output"))
+
+
+def _alike(output: Tensor, inputs: list[Tensor], rank: int) -> bool:
+    """Whether the tensors of a list are of the host and of one type, and this rank's has the output's size."""
+    plain = all(
+        type(x) in PLAIN and x.is_cpu and x.layout is torch.strided and x.dtype is output.dtype for x in (output, *inputs)
+    )
+    return plain and inputs[rank].numel() == output.numel()
 
 
 def in_rows(call: Callable[..., Any], roles: str, given: Sequence[Any], named: dict[str, Any] | None = None) -> Any:

@@ -9,6 +9,7 @@ import "github.com/switchyard-moe/switchyard/kernels"
 type rollCalls struct {
 	common
 	counted
+	plain
 	*kernels.RollCallBounds
 }
 
