@@ -445,7 +445,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"wipe(a, src, k, epoch, 16, a.state.note_stride, lane);", ";",
 		},
 		"rows there and back have flags alike": {
-			"return tight::flag(epoch) | 0x8000;", "return tight::flag(epoch);",
+			"packet::flag(epoch) | 0x80000000", "packet::flag(epoch)",
 		},
 		"the same token is wiped in every call": {
 			"next(epoch) + 1 < a.max_tokens ? next(epoch) + 1 : 0;", "0;",
@@ -457,10 +457,10 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"if (p != a.world.rank && !await_begin(a, p, epoch, word, place, gone) && !gone)", "if (false && !await_begin(a, p, epoch, word, place))",
 		},
 		"weights of tokens are written before a peer has begun the call": {
-			"__syncthreads_or(talks && !await_begin(a, peer, epoch, word, place))", "__syncthreads_or(talks && false)", "b < blocks_of(word)", "b < 1",
+			"__syncthreads_or(talks && !await_begin(a, peer, epoch, word, place))", "__syncthreads_or(talks && false)",
 		},
 		"a combine begins before its weights of tokens are there": {
-			"b < blocks_of(word)", "b < 0",
+			"op_of(line.b) < SW_DISPATCH_SUMS)", "op_of(line.b) != SW_DISPATCH_SUMS)",
 		},
 		"weights of tokens are told of before all threads have written theirs": {
 			"	__threadfence_system();\n	__syncthreads();\n	if (talks)", "	if (talks)",

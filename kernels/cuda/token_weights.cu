@@ -1,6 +1,7 @@
 // Weights of a combine that the tokens' ranks give: each rank writes those of its tokens where the ranks look for them
 // that the tokens went to, in one call of its own in front of the combine. Only a rank's own kernels read what lies
 // there, and those of earlier calls have ended when it begins this one, so its peers wait for that before they write.
+// The first kernel of the combine waits for what all blocks of the peers have written (await_free_staging).
 #include "dispatch/state.cuh"
 
 #include "dispatch/signals.cuh"
@@ -48,12 +49,4 @@ extern "C" __global__ void __launch_bounds__(SW_TOKEN_WEIGHTS_THREADS, 1)
 	__syncthreads();
 	if (talks)
 		store16_relaxed_sys(done_word(a, peer, a.world.rank, blockIdx.x, epoch), epoch, done(0, 0, true));
-	if (blockIdx.x != 0 || !talks)
-		return;
-#pragma unroll 1
-	for (u32 b = 0; b < blocks_of(word); b++) {
-		u64 told;
-		if (!await_done(a, peer, b, epoch, told))
-			return;
-	}
 }

@@ -165,7 +165,7 @@ __device__ __forceinline__ bool await_readers(const sw_dispatch_args &a, u32 pee
 }
 
 // Waits until the peers have read what this rank had in staging for the last call, if that was a combine whose rows
-// were kept. The threads of a block.
+// were kept, or have written its weights, if they came in that call. The threads of a block.
 __device__ __forceinline__ bool await_free_staging(const sw_dispatch_args &a, u64 last)
 {
 	bool good = true;

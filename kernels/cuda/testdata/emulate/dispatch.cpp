@@ -135,13 +135,13 @@ bool forgets()
 	return true;
 }
 
-// Few bits of a call's number are in the flags of rows to experts. Rows on their way back, which lie at the same places
-// after two combines of a routing, are never taken for them, whatever the numbers are. Their packets lie everywhere
-// where those of such long rows to experts do.
+// Few bits of a call's number are in the flags of rows to experts, all of them in those of float8 sums on their way back,
+// which lie at the same places after two combines of a routing. They are never taken for rows, whatever the numbers are.
+// Their packets lie everywhere where those of such long float8 rows to experts do.
 bool flags_come_again()
 {
 	world w = random_shape(2 + draw(3));
-	while (!w.few || w.float8 || w.float8_sums || w.max_tokens > 8)
+	while (!w.few || !w.float8 || !w.float8_sums || w.max_tokens > 8)
 		w = random_shape(2 + draw(3));
 	w.hidden = 1536;
 	w = alone(std::move(w));
