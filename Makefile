@@ -148,6 +148,7 @@ $(VENV)/ready: bindings/python/requirements-dev.txt
 # Writes into the pages what is made: code, pictures, the environment variables. Then builds the site.
 docs:
 	$(GO) run ./cmd/switchyard env -markdown >docs/environment.md
+	$(GO) run ./test/docs/figures
 	$(GO) run ./test/docs/pictures
 	$(GO) test ./test/docs -run "Code|Promises|Floors|Launchers|Troubleshooting" -update
 	$(MAKE) site

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/cespare/xxhash/v2"
+
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -109,26 +111,42 @@ type registry struct {
 	room   Traffic // of the plan that is being made
 }
 
-// ordered is an algorithm with its order on this rank.
+// ordered is an algorithm with its order on this rank. told is what ranks compare of it.
 type ordered struct {
 	Algorithm
-	name           string
+	name, told     string
 	order, reverse []int32
 }
 
 // newRegistry is for options that are complete. The traits are set when they are known.
 func newRegistry(o *Options, rank, size int, kind device.Kind) (*registry, error) {
 	r := &registry{device: kind, limits: o.limits(), tables: map[int]*estimates{}, table: o.Table}
-	for _, a := range append(builtin(), o.Algorithms...) {
+	for i, a := range append(builtin(), o.Algorithms...) {
 		name := a.Name()
-		if r.find(name) >= 0 || name == "" {
+		switch {
+		case name == "":
+			return nil, invalid("an algorithm has no name")
+		case r.find(name) >= 0:
 			return nil, invalid("two algorithms are called %q", name)
+		}
+		if l, ok := a.(listed); ok {
+			if err := l.list.validate(); err != nil {
+				return nil, err
+			}
 		}
 		order, reverse, err := orders(a, rank, size)
 		if err != nil {
 			return nil, err
 		}
-		r.all = append(r.all, ordered{a, name, order, reverse})
+		told := name
+		if i >= len(builtin()) {
+			text, err := digested(a, size)
+			if err != nil {
+				return nil, invalid("algorithm %q: %v", name, err)
+			}
+			told = fmt.Sprintf("%s of digest %016x", name, xxhash.Sum64(text))
+		}
+		r.all = append(r.all, ordered{a, name, told, order, reverse})
 	}
 	if err := r.check(r.limits); err != nil {
 		return nil, err
@@ -171,6 +189,15 @@ func (r *registry) names() []string {
 		names[i] = a.name
 	}
 	return names
+}
+
+// told is what ranks compare of the algorithms.
+func (r *registry) told() []string {
+	told := make([]string, len(r.all))
+	for i, a := range r.all {
+		told[i] = a.told
+	}
+	return told
 }
 
 // orders checks an algorithm's order on every rank and returns this rank's, with its mirror: who sends here in step i.

@@ -82,7 +82,7 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 		return "", err
 	}
 	x.options, x.plans = o, planner{registry: r, cache: newCache(o.CacheEntries), bounds: &x.bounds, rank: rank}
-	return o.fingerprint(&x.bounds, r.names()), nil
+	return o.fingerprint(&x.bounds, r.told()), nil
 }
 
 // Exchange sends Send[k] elements of src to every rank k and receives Recv[k] elements from it into dst.

@@ -18,7 +18,8 @@ import (
 type Options struct {
 	// Algorithm forces one by name. Empty selects by the traffic of each call.
 	Algorithm string
-	// Algorithms are the caller's own, in addition to packet, direct, pipelined, ring and copy.
+	// Algorithms are the caller's own, in addition to packet, direct, pipelined, ring and copy. Ranks whose algorithms have other names,
+	// orders or Lists are refused.
 	Algorithms []Algorithm
 	// PacketBytes bounds messages whose words carry their flag; negative for none. The default is 128 on the host and, on GPUs, 512 KiB
 	// for up to 4 ranks and 255 KiB for more.
@@ -132,7 +133,7 @@ func (o *Options) complete(size int, e kernels.Engine, dev device.Kind) (kernels
 }
 
 // fingerprint has the options that must be equal on all ranks.
-func (o *Options) fingerprint(c *kernels.ExchangeBounds, names []string) string {
+func (o *Options) fingerprint(c *kernels.ExchangeBounds, algorithms []string) string {
 	return fmt.Sprintf("algorithm %q of %v (no multiprocessors: %v), packets to %d bytes, eager to %d, %d slots of %d, bundles to %d, %d multiprocessors and %d, table %s, validate %v",
-		o.Algorithm, names, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, c.BundleBytes, o.MaxSMs, o.CopySMs, curve.Digest(o.Table), o.Validate)
+		o.Algorithm, algorithms, o.NoSMs, c.PacketBytes, c.EagerBytes, c.Slots, c.SlotBytes, c.BundleBytes, o.MaxSMs, o.CopySMs, curve.Digest(o.Table), o.Validate)
 }

@@ -34,6 +34,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,8 @@ def worker(rank: int, ranks: int, store: str, args: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main(of_rank: Callable[..., None] = worker, peer: str | None = None) -> None:
+    """Measure. Drivers of other libraries give their own of_rank, and the name of what it measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
@@ -88,6 +90,7 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8, help="experts of a token")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each row in place of tables")
     args = parser.parse_args()
+    args.peer = peer
     if args.beside:
         args.device, args.sizes = "cuda", args.sizes or "8M,32M,128M"
     if args.host:
@@ -103,7 +106,7 @@ def main() -> None:
     args.ranks, args.sizes = args.ranks or "2,4", args.sizes or "8K,32K,128K,512K,1M,2M,8M,32M"
     for ranks in map(int, args.ranks.split(",")):
         with busy_loops(args.busy), tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, (ranks, os.path.join(folder, "store"), args), ranks)
+            mp.spawn(of_rank, (ranks, os.path.join(folder, "store"), args), ranks)
 
 
 if __name__ == "__main__":

@@ -197,6 +197,22 @@ func quoted(s string) []byte {
 	return b
 }
 
+// Between is the time of n bytes, by sizes that ascend and their times: between two of them it follows the straight line, below the first it
+// stays, and above the last the rate stays.
+func Between(bytes []int64, us []float64, n int64) float64 {
+	if n <= bytes[0] {
+		return us[0]
+	}
+	for i := 1; i < len(bytes); i++ {
+		if n <= bytes[i] {
+			part := float64(n-bytes[i-1]) / float64(bytes[i]-bytes[i-1])
+			return us[i-1] + part*(us[i]-us[i-1])
+		}
+	}
+	last := len(bytes) - 1
+	return us[last] * float64(n) / float64(bytes[last])
+}
+
 // Digest is a short name of the figures of a table, "none" of a nil pointer.
 func Digest[T any](table *T) string {
 	if table == nil {

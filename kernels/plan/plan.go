@@ -13,6 +13,7 @@ import (
 	"github.com/cespare/xxhash/v2"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/curve"
 )
 
 // ErrInvalid is the cause of every error of this package but those of files.
@@ -251,20 +252,10 @@ func (p *Plan) digest() (uint64, error) {
 
 // Estimate is the time of a call whose ranks have an input of n bytes each, in microseconds; +Inf without figures.
 func (p *Plan) Estimate(n int64) float64 {
-	last := len(p.Bytes) - 1
-	if last < 0 {
+	if len(p.Bytes) == 0 {
 		return math.Inf(1)
 	}
-	if n <= p.Bytes[0] {
-		return p.Microseconds[0]
-	}
-	for i := 1; i <= last; i++ {
-		if n <= p.Bytes[i] {
-			part := float64(n-p.Bytes[i-1]) / float64(p.Bytes[i]-p.Bytes[i-1])
-			return p.Microseconds[i-1] + part*(p.Microseconds[i]-p.Microseconds[i-1])
-		}
-	}
-	return p.Microseconds[last] * float64(n) / float64(p.Bytes[last])
+	return curve.Between(p.Bytes, p.Microseconds, n)
 }
 
 // Validate checks all that can be said of each step alone. Check does that, too.

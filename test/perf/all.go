@@ -61,6 +61,8 @@ type benchmark struct {
 	title  string
 	args   []string
 	python bool
+	driver string // a program of test/peers, which python runs in place of bench.py
+	module string // what the driver imports
 	peer   string // a command for -peer; without it Switchyard is measured alone
 	needs  []string
 }
@@ -129,7 +131,12 @@ func benchmarks(gpus int, e effort) []benchmark {
 		benchmark{title: "Dispatch and combine on GPUs next to torch by hand, from Python", python: true, args: []string{"--op", "dispatch", "--device", "cuda"}},
 	)
 	if gpus > 1 {
-		all = append(all, benchmark{title: "Exchanges next to matrix products, and next to NCCL's, from Python", python: true, args: []string{"--beside"}})
+		all = append(all,
+			benchmark{title: "Exchanges next to matrix products, and next to NCCL's, from Python", python: true, args: []string{"--beside"}},
+			benchmark{title: "All-reduce on GPUs next to torch's symmetric memory, from Python", driver: "symmetric_memory.py", module: "torch"},
+			benchmark{title: "Dispatch and combine on GPUs next to FlashInfer, from Python", driver: "moe.py", module: "flashinfer", args: []string{"flashinfer"}},
+			benchmark{title: "Dispatch and combine on GPUs next to DeepEP, from Python", driver: "moe.py", module: "deep_ep", args: []string{"deep_ep"}},
+		)
 	}
 	return all
 }
@@ -183,10 +190,8 @@ func measureAll(ctx context.Context, args []string) error {
 	d.Machine, gpus = thisMachine()
 	if gpus == 0 {
 		d.Missing = append(d.Missing, lack{"everything on GPUs", "this machine has no NVIDIA GPU with a driver"})
-	} else {
-		for _, peer := range []string{"FlashInfer", "DeepEP", "torch's symmetric memory"} {
-			d.Missing = append(d.Missing, lack{peer + " as a peer on GPUs", "no driver for it is here; docs/measured has runs next to it"})
-		}
+	} else if gpus == 1 {
+		d.Missing = append(d.Missing, lack{"peers of several GPUs", "this machine has one"})
 	}
 	folder, err := os.MkdirTemp("", "switchyard-bench-")
 	if err != nil {
@@ -265,6 +270,12 @@ func (b *benchmark) run(ctx context.Context, python, folder string) (*section, e
 func (b *benchmark) command(ctx context.Context, python, folder string) ([]string, error) {
 	if b.python {
 		return append([]string{python, filepath.Join("bindings", "python", "bench.py"), "--json"}, b.args...), nil
+	}
+	if b.driver != "" {
+		if !installed(ctx, python, b.module) {
+			return nil, fmt.Errorf("%s has no %s", python, b.module)
+		}
+		return slices.Concat([]string{python, filepath.Join("test", "peers", b.driver)}, b.args, []string{"--json"}), nil
 	}
 	self, err := os.Executable()
 	if err != nil {

@@ -68,6 +68,37 @@ func TestAShortMeasurementSaysWhatWasNotDone(t *testing.T) {
 	}
 }
 
+// The drivers of test/peers run where a Python has what they measure, and are listed as missing elsewhere.
+func TestDriversOfPeersRunWhereTheirLibraryIs(t *testing.T) {
+	folder := t.TempDir()
+	python := filepath.Join(folder, "python")
+	const script = `#!/bin/sh
+case "$*" in
+"-c import deep_ep") exit 1 ;;
+-c*) exit 0 ;;
+esac
+test -f "../../$1" || exit 2
+echo "{\"us\": 2, \"command\": \"$*\"}"
+`
+	require.NoError(t, os.WriteFile(python, []byte(script), 0o755))
+	var runs []benchmark
+	for _, b := range benchmarks(2, normal) {
+		if b.driver != "" {
+			runs = append(runs, b)
+		}
+	}
+	require.Len(t, runs, 3)
+	for _, b := range benchmarks(1, normal) {
+		require.Empty(t, b.driver, "a peer of several GPUs")
+	}
+	var d document
+	d.measure(t.Context(), runs, python, folder)
+	require.Equal(t, []lack{{"Dispatch and combine on GPUs next to DeepEP, from Python", python + " has no deep_ep"}}, d.Missing)
+	require.Len(t, d.Runs, 2)
+	require.Equal(t, "test/peers/symmetric_memory.py --json", d.Runs[0].Rows[0]["command"])
+	require.Equal(t, "test/peers/moe.py flashinfer --json", d.Runs[1].Rows[0]["command"])
+}
+
 func TestAPageOfOtherSchemaIsRefused(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "bench.json")
 	require.NoError(t, os.WriteFile(path, []byte(`{"schema": 2}`), 0o666))

@@ -38,6 +38,19 @@ func write(to *C.char, room C.int64_t, text string) error {
 	return nil
 }
 
+// switchyard_check_algorithms says what is wrong with the plans and exchanges of the options of a group to be.
+//
+//export switchyard_check_algorithms
+func switchyard_check_algorithms(opts *C.char) C.int32_t {
+	return guard(func() error {
+		var o core.Options
+		if err := options(opts, &o); err != nil {
+			return err
+		}
+		return o.CheckAlgorithms()
+	})
+}
+
 // switchyard_listen opens this rank's socket and writes its address, 0-terminated, to addr, which holds room bytes.
 //
 //export switchyard_listen

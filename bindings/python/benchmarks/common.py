@@ -99,3 +99,12 @@ def timed(run, n: int) -> tuple[float, float]:
     last.record()
     torch.cuda.synchronize()
     return slowest(first.elapsed_time(last) / 1e3 / n), slowest(host / n)
+
+
+def on_host(run, n: int) -> tuple[float, float]:
+    """The same without a GPU: both are the time until the calls return."""
+    switchyard.barrier()
+    began = time.perf_counter()
+    run(n)
+    seconds = slowest((time.perf_counter() - began) / n)
+    return seconds, seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,11 @@ from switchyard.moe import Dispatched, Dispatcher
 
 from .common import GRAPH, Report, slowest, timed
 
+#: Another library's side, in place of torch by hand. Drivers in test/peers set it.
+PEER: Any = None
+
+PARTS = ("dispatch", "combine", "pair")
+
 
 class Batch:
     """Tokens of one rank with their routing, in sets that take turns."""
@@ -21,7 +27,7 @@ class Batch:
     def __init__(self, rank: int, ranks: int, tokens: int, args: argparse.Namespace) -> None:
         self.rank, self.ranks, self.tokens, self.args = rank, ranks, tokens, args
         self.hidden, self.experts, self.top_k, self.device = args.hidden, args.experts, args.top_k, args.device
-        self.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+        self.dtype = torch.bfloat16 if args.device == "cuda" or PEER is not None else torch.float32
         size = tokens * args.hidden * self.dtype.itemsize
         self.sets = max(1, min(4, (1 << 27) // size)) if args.device == "cuda" else 1
         g = torch.Generator().manual_seed(rank)
@@ -45,6 +51,7 @@ class OurDispatch:
     """switchyard.Dispatcher on a batch."""
 
     name = "ours"
+    parts, captures = PARTS, True
 
     def __init__(self, batch: Batch, layout: str, float8: bool, low_latency: bool) -> None:
         self.batch, self.float8 = batch, float8
@@ -82,7 +89,8 @@ class OurDispatch:
     def close(self) -> None:
         self.got = self.y = None
         if self.out is not None:
-            torch.cuda.synchronize()
+            if self.out.is_cuda:
+                torch.cuda.synchronize()
             switchyard.free(self.out)
         self.d.close()
 
@@ -98,6 +106,7 @@ class ByHand:
 
     name = "by hand"
     float8 = False
+    parts, captures = PARTS, False
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.at, self.y = batch, 0, None
@@ -140,19 +149,22 @@ class ByHand:
         self.rows = self.y = self.order = self.sorted = None
 
 
-PARTS = ("dispatch", "combine", "pair")
-
-
 def repeated(call, n: int) -> None:
     for _ in range(n):
         call()
 
 
-def graphs_of(side: OurDispatch) -> dict[str, torch.cuda.CUDAGraph]:
+def prepare(side) -> None:
+    """Have a dispatch whose rows are there, for calls that begin with one."""
+    if "combine" in side.parts:
+        side.dispatch()
+
+
+def graphs_of(side) -> dict[str, torch.cuda.CUDAGraph]:
     """A graph of GRAPH calls for each part."""
     graphs = {}
-    for part in PARTS:
-        side.dispatch()
+    for part in side.parts:
+        prepare(side)
         graphs[part] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[part], capture_error_mode="thread_local"):
             repeated(getattr(side, part), GRAPH)
@@ -162,9 +174,9 @@ def graphs_of(side: OurDispatch) -> dict[str, torch.cuda.CUDAGraph]:
 
 def parts_on_gpu(side, times: dict[str, list[float]], n: int, graphs) -> None:
     """Adds microseconds of every part to times: eager, on the host, and in a graph."""
-    for part in PARTS:
+    for part in side.parts:
         call = getattr(side, part)
-        side.dispatch()
+        prepare(side)
         repeated(call, 3)
         gpu, host = timed(lambda n, call=call: repeated(call, n), n)
         times.setdefault(part, []).append(gpu * 1e6)
@@ -176,8 +188,8 @@ def parts_on_gpu(side, times: dict[str, list[float]], n: int, graphs) -> None:
 
 
 def parts_on_cpu(side, times: dict[str, list[float]], n: int, graphs) -> None:
-    for part in PARTS:
-        side.dispatch()
+    for part in side.parts:
+        prepare(side)
         dist.barrier()
         began = time.perf_counter()
         repeated(getattr(side, part), n)
@@ -211,21 +223,25 @@ def dispatching(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool
             kinds = [("flat", True, False), ("token_major", True, False), *kinds]
         if cuda and few:
             kinds = [(layout, float8, True) for layout in ("slab", "rank_padded") for float8 in (True, False)]
+        if PEER is not None:
+            kinds = PEER.kinds(few)
         for layout, float8, low_latency in kinds:
             sides = [OurDispatch(batch, layout, float8, low_latency)]
-            if by_hand and layout in ("flat", "slab") and not float8:
+            if PEER is not None:
+                sides.append(PEER(batch, layout, float8))
+            elif by_hand and layout in ("flat", "slab") and not float8:
                 sides.append(ByHand(batch))
             times: dict[str, dict[str, list[float]]] = {side.name: {} for side in sides}
             for side in sides:
                 side.check()
-            graphs = graphs_of(sides[0]) if cuda else None
+            graphs = {side.name: graphs_of(side) for side in sides if cuda and side.captures}
             measure_parts, n = (parts_on_gpu, 200 if few else 40) if cuda else (parts_on_cpu, max(1, 2000 // tokens))
             if ranks > max(torch.cuda.device_count(), 1) and cuda:
                 n = 5
             for i in range(args.rounds):
                 for side in sides if i % 2 == 0 else reversed(sides):
-                    measure_parts(side, times[side.name], n, graphs if side is sides[0] else None)
-            graphs = None
+                    measure_parts(side, times[side.name], n, graphs.get(side.name))
+            graphs.clear()
             for side in sides:
                 side.check()
                 side.close()
@@ -235,8 +251,9 @@ def dispatching(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool
                 kind = f"{tokens} tokens, {layout}, {dtype}"
                 row = times[side.name]
                 middle = {what: statistics.median(values) for what, values in row.items()}
-                eager = " ".join(f"{middle[part]:8.1f}" for part in PARTS)
-                host = f"{statistics.median(row['host'][2::3]):8.1f}" if "host" in row else f"{'-':>8}"
+                eager = " ".join(f"{middle.get(part, float('nan')):8.1f}" for part in PARTS)
+                last = len(side.parts)  # of the parts, the pair
+                host = f"{statistics.median(row['host'][last - 1 :: last]):8.1f}" if "host" in row else f"{'-':>8}"
                 graph = ""
                 if cuda:
                     graph = " | " + " ".join(f"{middle.get('graph ' + part, float('nan')):8.1f}" for part in PARTS)
@@ -246,10 +263,10 @@ def dispatching(rank: int, ranks: int, args: argparse.Namespace, symmetric: bool
             ours, *others = (times[side.name] for side in sides)
             for part in PARTS:
                 shape = {"tokens": tokens, "layout": layout, "dtype": dtype, "part": part}
-                by_torch = {"peer": "by hand"} if others else {}
-                pair = ([us / 1e6 for us in side[part]] for side in (ours, *others))
-                report.row(next(pair), next(pair, None), **shape, **by_torch, mode="eager")
-                if replayed := ours.get("graph " + part):
-                    report.row([us / 1e6 for us in replayed], None, **shape, mode="graph")
+                for mode, what in (("eager", part), ("graph", "graph " + part)):
+                    pair = [[us / 1e6 for us in side[what]] for side in (ours, *others) if what in side]
+                    if what in ours:
+                        peer = {"peer": sides[1].name} if len(pair) > 1 else {}
+                        report.row(pair[0], pair[1] if len(pair) > 1 else None, **shape, **peer, mode=mode)
         del batch
     report.text("every element was checked, before and after")

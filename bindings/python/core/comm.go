@@ -14,6 +14,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/kernels/plan"
 	"github.com/switchyard-moe/switchyard/memory"
@@ -107,6 +108,16 @@ func (c *Comm) build(root *comm.Group) error {
 	c.mu.Lock()
 	c.group = g
 	c.mu.Unlock()
+	err = c.equip(ctx, root, g)
+	var cut *agree.CutError
+	if err != nil && !errors.As(err, &cut) {
+		_ = g.Barrier(ctx) // a rank that leaves aborts the calls of those that do not have their error yet
+	}
+	return err
+}
+
+// equip makes what operations in g need. All ranks do it, and an error of one is one of all.
+func (c *Comm) equip(ctx context.Context, root, g *comm.Group) error {
 	h, err := memory.NewHeap(ctx, g, device.Host(), memory.Options{SegmentBytes: c.options.SegmentBytes})
 	if err != nil {
 		return err
@@ -118,7 +129,9 @@ func (c *Comm) build(root *comm.Group) error {
 		return err
 	}
 	timeout := c.within()
-	if c.exchanger, err = alltoallv.New(ctx, h, alltoallv.Options{Timeout: timeout, Validate: c.options.Validate}); err != nil {
+	exchanges := c.options.exchanges(g)
+	exchanges.Timeout, exchanges.Validate = timeout, c.options.Validate
+	if c.exchanger, err = alltoallv.New(ctx, h, exchanges); err != nil {
 		return err
 	}
 	if err := c.makeReducer(ctx, g); err != nil {

@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
+	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/agree"
 	"github.com/switchyard-moe/switchyard/kernels"
@@ -48,19 +49,67 @@ func (s *PlanSource) load() (*plan.Checked, error) {
 	return p, err
 }
 
+// CheckAlgorithms says what is wrong with plans and exchanges of the options, before there is a group.
+func (o *Options) CheckAlgorithms() error {
+	for _, s := range o.Plans {
+		if _, err := s.load(); err != nil {
+			return err
+		}
+	}
+	for i := range o.Exchanges {
+		l := &o.Exchanges[i]
+		if err := l.Check(); err != nil {
+			return err
+		}
+		for _, a := range kernels.ReduceAlgorithms() {
+			if a.String() == l.Name {
+				return fmt.Errorf("core: %w: an algorithm of exchanges is called %q, as one of reductions is", comm.ErrInvalid, l.Name)
+			}
+		}
+	}
+	return nil
+}
+
+// named says whether Algorithm is one of exchanges of this number of ranks, and of other numbers.
+func (o *Options) named(ranks int) (here, elsewhere bool) {
+	for i := range o.Exchanges {
+		if l := &o.Exchanges[i]; l.Name == o.Algorithm {
+			here, elsewhere = here || len(l.Orders) == ranks, elsewhere || len(l.Orders) != ranks
+		}
+	}
+	return here, elsewhere
+}
+
+// exchanges are the options of a group's exchanger about algorithms.
+func (o *Options) exchanges(g *comm.Group) (x alltoallv.Options) {
+	if g.Topology().Hosts > 1 {
+		return x
+	}
+	for i := range o.Exchanges {
+		if l := &o.Exchanges[i]; len(l.Orders) == g.Size() {
+			x.Algorithms = append(x.Algorithms, l.Algorithm())
+		}
+	}
+	if here, _ := o.named(g.Size()); here {
+		x.Algorithm = o.Algorithm
+	}
+	return x
+}
+
 // makeReducer checks the plans of the options and makes the reducer of the host. If the options of one rank are wrong, all ranks get an error.
 func (c *Comm) makeReducer(ctx context.Context, g *comm.Group) error {
-	err := c.loadPlans(ctx, g)
-	if err == nil {
-		c.reducer, err = allreduce.New(ctx, c.heap, allreduce.Options{
-			Timeout: c.within(), Validate: c.options.Validate,
-			Plans: slices.Concat(c.plans, c.registered), Algorithm: c.options.Algorithm,
-		})
+	if err := c.loadPlans(ctx, g); err != nil {
+		return err
 	}
-	var cut *agree.CutError
-	if err != nil && !errors.As(err, &cut) {
-		_ = g.Barrier(ctx) // a rank that leaves aborts the calls of those that do not have their error yet
+	o := allreduce.Options{
+		Timeout: c.within(), Validate: c.options.Validate,
+		Plans: slices.Concat(c.plans, c.registered), Algorithm: c.options.Algorithm,
 	}
+	if c.options.exchanges(g).Algorithm != "" && !slices.ContainsFunc(o.Plans, c.options.asked) {
+		o.Algorithm = ""
+	}
+	var err error
+	c.reducer, err = allreduce.New(ctx, c.heap, o)
 	return err
 }
 
@@ -88,14 +137,15 @@ func (c *Comm) loadPlans(ctx context.Context, g *comm.Group) error {
 }
 
 // bequeath makes the options of a Comm of size ranks that comes from this one. It has the plans for as many ranks, and the algorithm if that
-// is not a plan which it lacks.
+// is not one of plans or exchanges which it lacks.
 func (c *Comm) bequeath(size int) Options {
 	o := c.options
 	o.TimeoutSeconds = c.within().Seconds()
 	o.inherited = slices.DeleteFunc(slices.Clone(c.plans), func(p *plan.Checked) bool { return p.Plan.Ranks != size })
 	o.Plans = slices.DeleteFunc(slices.Clone(o.Plans), func(s PlanSource) bool { return !s.Registered })
-	named := func(p *plan.Checked) bool { return p.Plan.Name == o.Algorithm }
-	if !slices.ContainsFunc(slices.Concat(c.plans, c.registered), named) || slices.ContainsFunc(o.inherited, named) {
+	here, elsewhere := o.named(size)
+	lost := elsewhere || slices.ContainsFunc(slices.Concat(c.plans, c.registered), o.asked) // all reducers have the others
+	if here || !lost || slices.ContainsFunc(o.inherited, o.asked) {
 		return o
 	}
 	if !slices.ContainsFunc(o.Plans, func(s PlanSource) bool {
@@ -106,6 +156,9 @@ func (c *Comm) bequeath(size int) Options {
 	}
 	return o
 }
+
+// asked says whether a plan is the algorithm that calls take.
+func (o *Options) asked(p *plan.Checked) bool { return p.Plan.Name == o.Algorithm }
 
 // AllToAllByPlan submits an all-to-all of equal slices that a plan does: slice k of src goes to rank k, and slice k of dst comes from there.
 // dst may be src.

@@ -5,11 +5,14 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/plan"
@@ -76,6 +79,76 @@ func TestRegisteredPlans(t *testing.T) {
 		require.Empty(t, c.bequeath(1).Algorithm, "no plan of that name is for one rank")
 		return nil
 	})
+}
+
+// The groups that have as many ranks take a registered algorithm of exchanges.
+func TestRegisteredExchanges(t *testing.T) {
+	list := func(orders ...[]int) alltoallv.List {
+		return alltoallv.List{Name: "mine", Orders: orders, Bytes: []int64{64}, Microseconds: []float64{0.001}}
+	}
+	two, three := list([]int{1}, []int{0}), list([]int{1, 2}, []int{2, 0}, []int{0, 1})
+	o := Options{TimeoutSeconds: 20, Exchanges: []alltoallv.List{three, two}, Plans: []PlanSource{source(t, plans.OneShotAllReduce(2))}}
+	require.NoError(t, o.CheckAlgorithms())
+	for _, algorithm := range []string{"", "mine", "ring"} { // ring is one of reductions
+		o.Algorithm = algorithm
+		eachWith(t, 2, o, func(c *Comm) error {
+			shape := Shape{&ShapeHead{Row: 1, DstBytes: 2 << 20, SrcBytes: 2 << 20}, slices.Repeat([]int64{1 << 20}, 4)}
+			why, err := c.Explain(buf(make([]byte, 2<<20)).Addr, shape)
+			if err != nil {
+				return err
+			}
+			require.Contains(t, why, map[bool]string{false: "mine (lowest estimate)", true: "mine (forced)"}[algorithm == "mine"])
+			why, err = c.ExplainReduction(kernels.AllReduce, 16, kernels.Int64)
+			if err != nil {
+				return err
+			}
+			require.Equal(t, algorithm == "ring", strings.Contains(why, "(forced)"), why)
+			for _, size := range []int{2, 3} {
+				require.Len(t, c.bequeath(size).Exchanges, 2)
+				require.Equal(t, algorithm, c.bequeath(size).Algorithm)
+			}
+			require.Equal(t, algorithm == "ring", c.bequeath(4).Algorithm != "", "no algorithm of that name is for 4 ranks")
+			return nil
+		})
+	}
+	three.Orders[2] = []int{0, 0}
+	require.ErrorContains(t, o.CheckAlgorithms(), "the order [0 0] of rank 2 does not name every other rank once")
+	o.Exchanges = []alltoallv.List{two}
+	o.Exchanges[0].Name = "one-shot"
+	require.ErrorContains(t, o.CheckAlgorithms(), `an algorithm of exchanges is called "one-shot", as one of reductions is`)
+	o.Plans[0].Text = json.RawMessage(`{"name":3}`)
+	require.ErrorContains(t, o.CheckAlgorithms(), "cannot unmarshal number")
+}
+
+// All ranks hear of both algorithms, also those that would still wait when the first has left.
+func TestOtherExchangesAreRefusedOnAllRanks(t *testing.T) {
+	const ranks = 5
+	orders := make([][]int, ranks)
+	for r := range orders {
+		orders[r] = alltoallv.Rotation(r, ranks)
+	}
+	for range 20 {
+		groups, err := comm.Local(ranks)
+		require.NoError(t, err)
+		errs := make([]error, ranks)
+		var wg sync.WaitGroup
+		for r, g := range groups {
+			wg.Go(func() {
+				l := alltoallv.List{Name: "mine", Orders: orders, Window: r % 2, Bytes: []int64{1}, Microseconds: []float64{1}}
+				c, err := open(Options{TimeoutSeconds: 20, Exchanges: []alltoallv.List{l}}, words(), func(context.Context) (*comm.Group, error) { return g, nil })
+				if err == nil {
+					_, err = await(c, 1, nil)
+				}
+				errs[r] = err
+				c.Abandon(0, false)
+			})
+		}
+		wg.Wait()
+		for r, err := range errs {
+			require.ErrorIs(t, err, comm.ErrMismatch, "rank %d", r)
+			require.Regexp(t, `mine of digest .*mine of digest `, err.Error(), "rank %d", r)
+		}
+	}
 }
 
 // All ranks hear what is wrong with the plan of one, also those that would still wait when the first has left.

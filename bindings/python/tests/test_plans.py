@@ -20,7 +20,7 @@ import switchyard as sw
 from switchyard import errors
 from switchyard._core import algorithms
 
-EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "plans" / "own.py"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "plans"
 
 
 def exchanged(size: int, rank: int, put: str, to: str) -> list[dict]:
@@ -249,10 +249,10 @@ def steps(size):
 
 def registers(rank, size, names):
     def cost(nbytes, ranks):
-        assert ranks in (1, size)
+        assert ranks in (2, 3, 4)
         return 0.01 if nbytes <= 4096 else math.inf
 
-    sw.register_algorithm("mine", cost, steps, ranks=(1, size))
+    sw.register_algorithm("mine", cost, steps, ranks=(2, 3, 4))
     sw.register_algorithm("turns", lambda n, r: 1, lambda r: {"programs": all_to_all(r)["programs"]}, collective="all-to-all")
     small, large = np.ones(1024, "float32"), np.ones(1025, "float32")
     with join(rank, size, names[0]) as comm, comm.split(0) as same:
@@ -269,19 +269,90 @@ def registers(rank, size, names):
         assert sw.explain(large, large, group=comm, call="all_reduce").startswith("plan mine (forced)")
     with pytest.raises(errors.InvalidArgument, match='two plans are called "mine"'):
         join(rank, size, names[2], plans=[all_reduce(size, name="mine")])
-    # Again, with steps that are wrong for this size, and right for others.
-    sw.register_algorithm("mine", cost, lambda size: {"programs": [[]] * size}, ranks=[size])
+    # Steps that are wrong are not registered, and those from before stay.
     with pytest.raises(errors.InvalidArgument, match="a hole: nothing writes output:0 of rank 0"):
-        join(rank, size, names[3])
+        sw.register_algorithm("mine", cost, lambda size: {"programs": [[]] * size}, ranks=[size])
+    with join(rank, size, names[3]) as comm:
+        assert sw.explain(small, small, group=comm, call="all_reduce").startswith("plan mine (lowest estimate)")
     with join(0, 1, names[4]) as comm:
         assert "mine" not in sw.explain(small, small, group=comm, call="all_reduce")
     sw.register_algorithm("mine", lambda n, r: 1 + rank, steps, ranks=[size])
     with pytest.raises(errors.Mismatch, match=r'plan "mine" of digest .* plan "mine" of digest '):
         join(rank, size, names[5])
+    algorithms._algorithms.clear()  # other tests make groups of these ranks
 
 
 def test_a_registered_algorithm_is_chosen_by_size(plain):
     plain.run(registers, [meeting() for _ in range(6)])
+
+
+def rounds(size):
+    """The orders of an exchange in which everybody goes round backwards."""
+    return [[(rank - i) % size for i in range(1, size)] for rank in range(size)]
+
+
+EXCHANGE = {"collective": "exchange", "schedule": lambda size: {"orders": rounds(size)}}
+
+
+def waiting(plan):
+    """All wait before they signal."""
+    return {**plan, "programs": [sorted(p, key=lambda s: s["do"] != "wait") for p in plan["programs"]]}
+
+
+def registers_exchanges(rank, size, names, more):
+    def cost(nbytes, ranks):
+        assert ranks in (size, size + 1)
+        return 0.01 if nbytes >= 1 << 14 else math.inf
+
+    def schedule(ranks):
+        return {"orders": rounds(ranks), **more}
+
+    sw.register_algorithm("backwards", cost, schedule, collective="exchange", ranks=(size, size + 1))
+    # Rank r sends more to those behind it, and no two splits of one are equal. The last rank sends itself nothing.
+    rows = [[(10 + 7 * src + 3 * dst) * (src != dst or src < size - 1) for dst in range(size)] for src in range(size)]
+    send, receive = rows[rank], [rows[src][rank] for src in range(size)]
+    with join(rank, size, names[0]) as comm, comm.split(0) as same, comm.split(rank) as alone:
+        for group in (comm, same):
+            for scale, chosen in ((1, False), (5000, True), (1, False)):
+                to, of = [n * scale for n in send], [n * scale for n in receive]
+                x = np.concatenate([np.arange(n, dtype="int16") + 100 * rank + dst for dst, n in enumerate(to)])
+                want = np.concatenate([np.arange(n, dtype="int16") + 100 * src + rank for src, n in enumerate(of)])
+                y = np.empty_like(want)
+                assert sw.explain(y, x, of, to, group=group).startswith("backwards (lowest estimate)") == chosen
+                sw.all_to_all_single(y, x, of, to, group)
+                np.testing.assert_array_equal(y, want)
+                work = sw.all_to_all_single(y, x, of, to, group, async_op=True)
+                work.wait()
+                np.testing.assert_array_equal(y, want)
+        x = np.ones(1 << 16)
+        assert "backwards" not in sw.explain(x.copy(), x, group=alone)
+    with join(rank, size, names[1], algorithm="backwards") as comm, comm.split(rank) as alone:
+        x = np.arange(size)
+        y = np.zeros_like(x)
+        assert sw.explain(y, x, group=comm).startswith("backwards (forced)")
+        assert "forced" not in sw.explain(x, x, group=comm, call="all_reduce")
+        sw.all_to_all_single(y, x, group=comm)
+        assert y.tolist() == [rank] * size
+        assert "forced" not in sw.explain(y, x, group=alone)
+    # Ranks that register other algorithms of one name hear of both.
+    for name, differs in zip(names[2:], ({"window": rank % 2}, {"staged": rank == 0}, {"chunk_bytes": 4096 + rank})):
+        sw.register_algorithm(
+            "backwards", cost, lambda n, differs=differs: {"orders": rounds(n), **differs}, collective="exchange", ranks=[size]
+        )
+        with pytest.raises(errors.Mismatch, match=r"backwards of digest [0-9a-f]{16}.*backwards of digest [0-9a-f]{16}"):
+            join(rank, size, name)
+    if rank == size - 1:
+        algorithms._algorithms.clear()
+    else:
+        sw.register_algorithm("backwards", cost, schedule, collective="exchange", ranks=[size])
+    with pytest.raises(errors.Mismatch, match=r"ring copy backwards of digest"):
+        join(rank, size, names[5])
+    algorithms._algorithms.clear()
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 1, "chunk_bytes": 5000}, {"staged": True}])
+def test_a_registered_exchange_is_chosen_by_size(plain, more):
+    plain.run(registers_exchanges, [meeting() for _ in range(6)], more)
 
 
 @pytest.mark.parametrize(
@@ -293,20 +364,42 @@ def test_a_registered_algorithm_is_chosen_by_size(plain):
         (TypeError, "schedule is None, want a function", {"schedule": None}),
         (ValueError, "collective 'all_reduce', want \"all-reduce\", ", {"collective": "all_reduce"}),
         (TypeError, "ranks is an int, want numbers of ranks", {"ranks": 2}),
-        (ValueError, "a number of ranks is 0, want at least 1", {"ranks": [0]}),
+        (ValueError, "a number of ranks is 1, want at least 2", {"ranks": [2, 1]}),
         (TypeError, r"schedule\(2\) returns a list, want a dict", {"schedule": lambda n: []}),
-        (ValueError, r"schedule\(2\) returns a dict with \['name'\], want programs", {"schedule": lambda n: {"name": "x"}}),
+        (ValueError, r"a dict with \['name'\], want programs, chunks and scratch", {"schedule": lambda n: {"name": "x"}}),
         (ValueError, r"schedule\(2\) returns what is no JSON", {"schedule": lambda n: {"programs": {1}}}),
         (TypeError, r"cost\(64, 2\) is None, want microseconds", {"cost": lambda n, size: None}),
         (ValueError, r"cost\(64, 2\) is -1.0, want positive microseconds", {"cost": lambda n, size: -1}),
         (ValueError, r"cost\(128, 2\) is nan, want positive", {"cost": lambda n, size: 1 if n < 100 else math.nan}),
+        (ValueError, "a cycle: each waits for the next", {"schedule": lambda n: waiting(steps(n))}),
+        (ValueError, "returns a dict with .*, want orders, window, staged and chunk_bytes", {"collective": "exchange"}),
+        *(
+            (kind, said, {"collective": "exchange", "ranks": [3], "schedule": lambda n, given=given: given})
+            for kind, said, given in [
+                (TypeError, r"schedule\(3\) returns a list, want a dict", []),
+                (TypeError, r"schedule\(3\) has the orders 3, want a list of peers for every rank", {"orders": 3}),
+                (TypeError, r"schedule\(3\) has the orders \[1\], want a list", {"orders": [1]}),
+                (TypeError, "a peer in orders is '1', want an integer", {"orders": ["12", "20", "01"]}),
+                (ValueError, "a peer in orders is -1, want at least 0", {"orders": [[1, 2], [2, 0], [0, -1]]}),
+                (ValueError, r"schedule\(3\) has orders of 2 ranks, want 3", {"orders": [[1, 2], [2, 0]]}),
+                (ValueError, "algorithm mine orders 1 peers of rank 2 among 3 ranks", {"orders": [[1, 2], [2, 0], [0]]}),
+                (ValueError, r"the order \[1 3\] of rank 0 does not name every", {"orders": [[1, 3], [2, 0], [0, 1]]}),
+                (ValueError, "ranks 0 and 2 both send to rank 1 in step 0", {"orders": [[1, 2], [2, 0], [1, 0]]}),
+                (TypeError, "window is 1.5, want an integer", {"orders": rounds(3), "window": 1.5}),
+                (ValueError, 'algorithm "mine" has a window of 3 peers, want 0 to 2', {"orders": rounds(3), "window": 3}),
+                (TypeError, "staged is 1, want True or False", {"orders": rounds(3), "staged": 1}),
+                (ValueError, "chunk_bytes is -1, want at least 0", {"orders": rounds(3), "chunk_bytes": -1}),
+            ]
+        ),
+        (ValueError, 'two algorithms are called "direct"', {"name": "direct", **EXCHANGE}),
+        (ValueError, 'exchanges is called "one-shot", as one of reductions is', {"name": "one-shot", **EXCHANGE}),
     ],
 )
 def test_what_is_no_algorithm(kind, said, given):
     args = {"name": "mine", "cost": lambda n, size: 1, "schedule": steps, **given}
     with pytest.raises(kind, match=said):
         sw.register_algorithm(args.pop("name"), args.pop("cost"), args.pop("schedule"), **args)
-    assert algorithms.registered() == []
+    assert algorithms.registered() == {}
 
 
 @pytest.mark.parametrize(
@@ -327,8 +420,9 @@ def test_options_that_are_no_plans(kind, said, options):
         sw.init(0, 1, default=False, **options)
 
 
-def test_the_example_runs(tmp_path):
-    if not EXAMPLE.exists():
+@pytest.mark.parametrize("example", ["own.py", "exchange.py"])
+def test_the_examples_run(example):
+    if not EXAMPLES.exists():
         pytest.skip("the examples are not here")
     env = {
         **os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
@@ -336,7 +430,7 @@ def test_the_example_runs(tmp_path):
     }  # fmt: skip
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(EXAMPLE)],
+            [sys.executable, str(EXAMPLES / example)],
             env={**env, "RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for r in range(3)

@@ -15,7 +15,7 @@ type point struct {
 }
 
 // tableMark stands before the table that the chart shows.
-const tableMark = "<!-- chart -->"
+const tableMark = "<!-- figures: all-to-all -->"
 
 // table reads rows like "| 8 KiB | 3.3 us | 12.1 us | 3.7 |".
 func table(page string) ([]point, error) {

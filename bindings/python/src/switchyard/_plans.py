@@ -40,12 +40,21 @@ def register_algorithm(
     ``schedule(size)`` returns its steps for that many ranks: a dict with ``programs``, a list of steps for each rank, and where
     they are needed ``chunks`` and ``scratch``, as plans have them (docs/extending.md). ``cost(nbytes, size)`` is the time of
     a call in microseconds by the bytes of a rank's input; it is asked for powers of two from 64 B to 1 GiB, and
-    ``math.inf`` says never. ``collective`` is "all-reduce", "reduce-scatter", "all-gather" or "all-to-all". The last is what
-    :func:`all_to_all_by_plan` does. ``ranks`` are the sizes of groups that have it. Both functions are called now.
+    ``math.inf`` says never. ``collective`` is "all-reduce", "reduce-scatter", "all-gather", "all-to-all", which is what
+    :func:`all_to_all_by_plan` does, or "exchange". ``ranks`` are the sizes of groups that have it, from 2 on. Both functions
+    are called now.
 
-    Steps are checked when a group is made: a cycle, a race, a hole or ranks with other bits is an
-    :class:`switchyard.errors.InvalidArgument` on every rank. The ``algorithm`` of :func:`init` and :func:`communicator` may be
-    its name. A name that is registered again gets the new steps. Groups on several hosts do without.
+    An "exchange" is what :func:`all_to_all_single` does, with any splits. Its ``schedule(size)`` returns ``orders``, a list for
+    each rank of the peers in the order in which it sends to them, and where they are wanted ``window``, from how many peers a
+    rank receives at a time (all by default), ``staged``, which has no peer write the output in place, and ``chunk_bytes``, how
+    many bytes a peer may write there before it waits for more. ``nbytes`` is what a rank sends or receives, whichever is more,
+    and each rank chooses for itself.
+
+    The algorithm is checked now: a cycle, a race, a hole, ranks with other bits, a peer that an order lacks or two ranks that
+    send to a third in one step are an :class:`switchyard.errors.InvalidArgument`. Ranks that register other algorithms get a
+    :class:`switchyard.errors.Mismatch` with both when they make a group. The ``algorithm`` of :func:`init` and
+    :func:`communicator` may be its name. A name that is registered again gets the new algorithm. Groups on several hosts do
+    without. The check loads the library, so processes that fork register afterwards.
     """
     from ._core.algorithms import register
 

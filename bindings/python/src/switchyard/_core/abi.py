@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 16
+VERSION = 17
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
@@ -21,6 +21,7 @@ PROTOTYPES: dict[str, list[Any]] = {
     "new_id": [c_char_p, c_char_p, c_int64],
     "listen": [c_char_p, _u64p, c_char_p, c_int64],
     "unlisten": [c_uint64],
+    "check_algorithms": [c_char_p],
     "open": [c_char_p, _u64p, _u64p],
     "rank": [c_uint64, _i32p, _i32p],
     "wait": [c_uint64, c_uint64, c_int64, _i64p],

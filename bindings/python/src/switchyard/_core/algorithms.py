@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Callable
 
 from .. import errors
-from .arguments import integer, text, type_of
+from .arguments import flag, integer, text, type_of
+from .native import library
 from .options import one_of
 
+#: The collectives of plans.
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+#: An exchange has orders of peers in place of a plan, since its messages have any sizes.
+EXCHANGE = "exchange"
 
 # The sizes of a rank's input, in bytes, for which costs are asked. The library interpolates between them.
 SIZES = [1 << k for k in range(6, 31)]
@@ -19,43 +23,83 @@ SIZES = [1 << k for k in range(6, 31)]
 # A time that no other way of a call takes, where the cost is infinite.
 NEVER = 1e15
 
-_plans: dict[str, list[dict[str, Any]]] = {}
+# By the name of an algorithm: the library's options of groups, with what the algorithm is for each number of ranks.
+_algorithms: dict[str, dict[str, list[dict[str, Any]]]] = {}
 
 
 def register(name: Any, cost: Any, schedule: Any, collective: Any, ranks: Any) -> None:
-    """Keep the plans of an algorithm, one for each number of ranks."""
+    """Check and keep the plans or the orders of an algorithm, for each number of ranks."""
     if not text("name", name):
         raise errors.InvalidArgument("switchyard: name is '', want a name")
-    one_of(COLLECTIVES)("collective", collective)
+    one_of((*COLLECTIVES, EXCHANGE))("collective", collective)
     for argument, value in (("cost", cost), ("schedule", schedule)):
         if not callable(value):
             raise errors.InvalidType(f"switchyard: {argument} is {type_of(value)}, want a function")
     if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
         raise errors.InvalidType(f"switchyard: ranks is {type_of(ranks)}, want numbers of ranks")
-    sizes = [integer("a number of ranks", size, 1) for size in ranks]
-    _plans[name] = [
-        {
-            **_steps(schedule, size),
-            "name": name, "collective": collective, "ranks": size,
-            "bytes": SIZES, "us": [_time(cost, n, size) for n in SIZES],
-        }
-        for size in sorted(set(sizes))
-    ]  # fmt: skip
+    sizes = sorted({integer("a number of ranks", size, 2) for size in ranks})
+    times = {size: [_time(cost, n, size) for n in SIZES] for size in sizes}
+    if collective == EXCHANGE:
+        options = {
+            "Exchanges": [
+                {"Name": name, "Bytes": SIZES, "Microseconds": times[size], **_order(schedule, size)} for size in sizes
+            ],
+        }  # fmt: skip
+    else:
+        options = {
+            "Plans": [
+                {
+                    "Registered": True,
+                    "Text": {
+                        **_steps(schedule, size),
+                        "name": name, "collective": collective, "ranks": size, "bytes": SIZES, "us": times[size],
+                    },
+                }
+                for size in sizes
+            ],
+        }  # fmt: skip
+    lib = library()
+    lib.check(lib.check_algorithms(json.dumps(options).encode()))
+    _algorithms[name] = options
+
+
+def _scheduled(schedule: Callable[[int], Any], size: int, needed: str, others: tuple[str, ...]) -> dict[str, Any]:
+    """The answer of the user's function for a number of ranks."""
+    found = schedule(size)
+    if not isinstance(found, Mapping):
+        raise errors.InvalidType(f"switchyard: schedule({size}) returns {type_of(found)}, want a dict")
+    if needed not in found or any(key not in (needed, *others) for key in found):
+        *most, last = needed, *others
+        raise errors.InvalidArgument(
+            f"switchyard: schedule({size}) returns a dict with {sorted(map(str, found))}, want {', '.join(most)} and {last}"
+        )
+    return dict(found)
 
 
 def _steps(schedule: Callable[[int], Any], size: int) -> dict[str, Any]:
-    plan = schedule(size)
-    if not isinstance(plan, Mapping):
-        raise errors.InvalidType(f"switchyard: schedule({size}) returns {type_of(plan)}, want a dict")
-    wrong = [key for key in plan if key not in ("programs", "chunks", "scratch")]
-    if wrong or "programs" not in plan:
-        raise errors.InvalidArgument(
-            f"switchyard: schedule({size}) returns a dict with {sorted(map(str, plan))}, want programs, chunks and scratch"
-        )
+    plan = _scheduled(schedule, size, "programs", ("chunks", "scratch"))
     try:
-        return {"chunks": 1, **json.loads(json.dumps(dict(plan), allow_nan=False))}
+        return {"chunks": 1, **json.loads(json.dumps(plan, allow_nan=False))}
     except (TypeError, ValueError) as err:
         raise errors.InvalidArgument(f"switchyard: schedule({size}) returns what is no JSON: {err}") from None
+
+
+def _order(schedule: Callable[[int], Any], size: int) -> dict[str, Any]:
+    found = _scheduled(schedule, size, "orders", ("window", "staged", "chunk_bytes"))
+    try:
+        orders = [list(peers) for peers in found["orders"]]
+    except TypeError:
+        raise errors.InvalidType(
+            f"switchyard: schedule({size}) has the orders {found['orders']!r}, want a list of peers for every rank"
+        ) from None
+    if len(orders) != size:
+        raise errors.InvalidArgument(f"switchyard: schedule({size}) has orders of {len(orders)} ranks, want {size}")
+    return {
+        "Orders": [[integer("a peer in orders", peer, 0) for peer in peers] for peers in orders],
+        "Window": integer("window", found.get("window", 0), 0),
+        "Staged": flag("staged", found.get("staged", False)),
+        "ChunkBytes": integer("chunk_bytes", found.get("chunk_bytes", 0), 0),
+    }
 
 
 def _time(cost: Callable[[int, int], Any], n: int, size: int) -> float:
@@ -69,6 +113,10 @@ def _time(cost: Callable[[int, int], Any], n: int, size: int) -> float:
     return min(us, NEVER)
 
 
-def registered() -> list[dict[str, Any]]:
-    """The plans as the library takes them. It leaves those that are for other numbers of ranks."""
-    return [{"Text": plan, "Registered": True} for plans in _plans.values() for plan in plans]
+def registered() -> dict[str, list[dict[str, Any]]]:
+    """The options of groups that have the algorithms. The library leaves those that are for other numbers of ranks."""
+    options: dict[str, list[dict[str, Any]]] = {}
+    for algorithm in _algorithms.values():
+        for option, values in algorithm.items():
+            options.setdefault(option, []).extend(values)
+    return options

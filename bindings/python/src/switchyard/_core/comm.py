@@ -80,8 +80,8 @@ class Communicator(Place):
         lib = library()
         handle, words = c_uint64(), c_uint64()
         options = {"Name": name, "Environ": environ(), **options}
-        if plans := registered():
-            options["Plans"] = [*options.get("Plans", []), *plans]
+        for option, values in registered().items():
+            options[option] = [*options.get(option, []), *values]
         lib.check(lib.open(json.dumps(options).encode(), byref(handle), byref(words)))
         comm = cls(lib, handle.value, words.value, name, bool(options.get("Validate")))
         comm._join()
