@@ -135,9 +135,9 @@ bool forgets()
 	return true;
 }
 
-// Few bits of a call's number are in the flags of rows to experts, all of them in those of float8 sums on their way back,
-// which lie at the same places after two combines of a routing. They are never taken for rows, whatever the numbers are.
-// Their packets lie everywhere where those of such long float8 rows to experts do.
+// Few bits of a call's number are in the flags of rows to experts, all of them in those of float8 sums on their way
+// back, which lie at the same places after two combines of a routing. They are never taken for rows, whatever the
+// numbers are. Their packets lie everywhere where those of such long float8 rows to experts do.
 bool flags_come_again()
 {
 	world w = random_shape(2 + draw(3));
