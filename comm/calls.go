@@ -132,14 +132,14 @@ func (g *Group) finishCall(ctx context.Context, c *call, m message) ([]message, 
 	m.data = bytes.Clone(m.data) // links may hold on to it after the call
 
 	g.n.mu.Lock()
-	type peer struct {
+	type receiver struct {
 		rank int
 		l    link
 	}
-	var peers []peer
+	var peers []receiver
 	for _, w := range g.n.inTurn(g.members) {
-		if w != g.n.id && g.n.links[w] != nil && g.n.gone[w] == nil {
-			peers = append(peers, peer{g.rankOf[w], g.n.links[w]})
+		if w != g.n.id && g.n.reaches(w) {
+			peers = append(peers, receiver{g.rankOf[w], g.n.links[w]})
 		}
 	}
 	then := g.handle(g.n.id, own)

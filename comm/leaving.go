@@ -39,6 +39,67 @@ func (n *node) move(to nodePhase) bool {
 	return false
 }
 
+// A peer has a phase, for this rank:
+//
+//	unmet ── its link is there ──► linked ── it has left, or is lost ──► leaving ── all groups know ──► gone
+//	leaving ── all groups know, and it passes on what others say ──► relaying ── nobody needs that any more ──► gone
+//	unmet ── it has left, or is lost, before it was met ──► leaving
+//	gone ── a process is about to take its place ──► awaited ── its link is there ──► linked
+//	awaited ── the process has not come ──► gone
+//	unmet ── it was lost before this process took another one's place ──► gone
+//
+// A rank says something of its own to peers that are linked alone.
+type peerPhase uint8
+
+const (
+	peerUnmet peerPhase = iota
+	peerLinked
+	peerLeaving
+	peerRelaying
+	peerGone
+	peerAwaited
+)
+
+func (p peerPhase) String() string {
+	return [...]string{"unmet", "linked", "leaving", "relaying", "gone", "awaited"}[p]
+}
+
+// peerMoves are all moves of a peer.
+var peerMoves = [...]struct{ from, to peerPhase }{
+	{peerUnmet, peerLinked},
+	{peerUnmet, peerLeaving},
+	{peerUnmet, peerGone},
+	{peerLinked, peerLeaving},
+	{peerLeaving, peerRelaying},
+	{peerLeaving, peerGone},
+	{peerRelaying, peerGone},
+	{peerGone, peerAwaited},
+	{peerAwaited, peerLinked},
+	{peerAwaited, peerGone},
+}
+
+// peer is what a node knows of another one. how is nil in the phases unmet and linked, and else how it went.
+type peer struct {
+	phase peerPhase
+	how   *failure
+}
+
+// move has the peer go on to a phase. It reports whether it can. The caller holds the node's mu.
+func (p *peer) move(to peerPhase) bool {
+	for _, move := range peerMoves {
+		if move.from == p.phase && move.to == to {
+			p.phase = to
+			return true
+		}
+	}
+	return false
+}
+
+// reaches says that a peer is linked. The caller holds mu.
+func (n *node) reaches(peer int) bool {
+	return n.links[peer] != nil && n.peers[peer].phase == peerLinked
+}
+
 // toTell are the links over which this rank, the leader of its host, tells of a loss: of a rank of its host to all other hosts, of another
 // one to its own. The caller holds mu.
 func (n *node) toTell(lost int) (out []link) {
@@ -48,7 +109,7 @@ func (n *node) toTell(lost int) (out []link) {
 	}
 	for r, l := range n.links {
 		here := h.of[r] == h.of[n.id]
-		if l != nil && r != lost && n.gone[r] == nil && h.direct(n.id, r) && here == (h.of[lost] != h.of[n.id]) {
+		if r != lost && n.reaches(r) && h.direct(n.id, r) && here == (h.of[lost] != h.of[n.id]) {
 			out = append(out, l)
 		}
 	}
@@ -83,7 +144,7 @@ func (f *failure) gone() string {
 // cutOff takes the end of a peer's connection. One that had left in order may still have passed on what others said.
 func (n *node) cutOff(peer int, f *failure) {
 	n.mu.Lock()
-	before := n.gone[peer]
+	before := n.peers[peer].how
 	n.mu.Unlock()
 	if before == nil {
 		n.lose(peer, f)
@@ -98,7 +159,7 @@ func (n *node) needed(peer int) bool {
 		return false
 	}
 	for _, r := range n.hosts.behind(n.id, peer) {
-		if n.gone[r] == nil {
+		if n.peers[r].how == nil {
 			return true
 		}
 	}
@@ -112,7 +173,7 @@ func (n *node) passesOn() bool {
 		return false
 	}
 	for _, r := range h.ranks[h.Host] {
-		if r != n.id && n.gone[r] == nil {
+		if r != n.id && n.peers[r].how == nil {
 			return true
 		}
 	}
@@ -131,7 +192,7 @@ func (n *node) letGo() {
 			continue
 		}
 		all = append(all, l)
-		if f := n.gone[peer]; f != nil && f.code == failLeft && !n.needed(peer) {
+		if p := &n.peers[peer]; p.phase == peerRelaying && !n.needed(peer) && p.move(peerGone) {
 			ls = append(ls, l)
 		}
 	}

@@ -66,7 +66,7 @@ func Local(n int, opts ...LocalOptions) ([]*Group, error) {
 		members[i] = i
 		for j, peer := range nodes {
 			if j != i {
-				nd.links[j] = &localLink{from: i, to: peer}
+				nd.setLink(j, &localLink{from: i, to: peer}, 0)
 			}
 		}
 		g, err := nd.register(1, o.Name, 0)

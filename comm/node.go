@@ -53,10 +53,8 @@ type node struct {
 	held    map[int][]message // what is passed on to peers that are not linked yet
 	links   []link            // by world rank; nil for this rank and for peers not met yet
 	groups  map[uint64]*Group
-	gone    map[int]*failure // peers that are no more, and how they went
+	peers   []peer // by world rank
 	phase   nodePhase
-	told    map[int]bool         // peers of whose loss all that outlives it knows
-	vacant  map[int]bool         // lost peers in whose place a process is about to come
 	seats   map[int]chan message // of Replace: where peers say that they are connected with a process, by its rank
 	pasts   map[uint64]*past     // of groups that the lost rank was in whose place this process has taken
 	arrival *arrival             // of a process that takes a lost rank's place, until it is in
@@ -71,7 +69,7 @@ func newNode(id, size int, log *slog.Logger) *node {
 		log:    log,
 		links:  make([]link, size),
 		groups: make(map[uint64]*Group),
-		gone:   make(map[int]*failure),
+		peers:  make([]peer, size),
 		held:   make(map[int][]message),
 		flight: flight.New(id, size),
 		noted:  make(map[flight.Fault]bool),
@@ -84,11 +82,13 @@ func newNode(id, size int, log *slog.Logger) *node {
 func (n *node) setLink(peer int, l link, goroutines int) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.phase != nodeOpen || n.links[peer] != nil && !n.vacant[peer] {
+	awaited := n.peers[peer].phase == peerAwaited
+	if n.phase != nodeOpen || n.links[peer] != nil && !awaited {
 		return false
 	}
 	n.links[peer] = l
-	if n.vacant[peer] {
+	n.peers[peer].move(peerLinked) // one that is lost by now stays so
+	if awaited {
 		n.fill(peer)
 	}
 	n.wg.Add(goroutines)
@@ -105,7 +105,7 @@ func (n *node) setLink(peer int, l link, goroutines int) bool {
 func (n *node) linksTo(members []int, last int) []link {
 	out := make([]link, 0, len(members))
 	for _, m := range n.inTurn(members) {
-		if m != n.id && n.links[m] != nil && (n.gone[m] == nil || m == last) {
+		if m != n.id && (n.reaches(m) || m == last && n.links[m] != nil) {
 			out = append(out, n.links[m])
 		}
 	}
@@ -193,22 +193,26 @@ func (n *node) deliver(from int, m message) {
 // member. A peer that left in order is only news to calls that still need it.
 func (n *node) lose(peer int, f *failure) {
 	n.mu.Lock()
-	if n.phase == nodeClosed || n.phase == nodeKilled || n.gone[peer] != nil {
+	p := &n.peers[peer]
+	if n.phase == nodeClosed || n.phase == nodeKilled || !p.move(peerLeaving) {
 		n.mu.Unlock()
 		return
 	}
 	var then []func()
 	for _, g := range n.groups { // none of one that lingers
 		if !g.active {
-			continue // activation looks at n.gone
+			continue // activation looks at n.peers
 		}
 		if fn := g.lose(peer, f); fn != nil {
 			then = append(then, fn)
 		}
 	}
-	n.gone[peer] = f
+	p.how = f
 	l := n.links[peer]
-	closes := !(f.code == failLeft && n.needed(peer))
+	next := peerGone
+	if f.code == failLeft && n.needed(peer) {
+		next = peerRelaying
+	}
 	var tell []link
 	if f.code != failLeft || f.detail != "" { // that it leaves it says itself
 		tell = n.toTell(peer)
@@ -223,10 +227,7 @@ func (n *node) lose(peer int, f *failure) {
 		fn()
 	}
 	n.mu.Lock()
-	if n.told == nil {
-		n.told = make(map[int]bool)
-	}
-	n.told[peer] = true
+	p.move(next)
 	n.mu.Unlock()
 	for _, t := range tell {
 		t.send(message{kind: kindLost, fail: f})
@@ -234,7 +235,7 @@ func (n *node) lose(peer int, f *failure) {
 	if f.code != failLeft && n.hosts != nil {
 		n.unreachable(peer, f)
 	}
-	if l != nil && closes {
+	if l != nil && next == peerGone {
 		grace := time.Duration(0)
 		if f.code != failLeft {
 			// The peer may only be stopped. The failed groups have left it a word
@@ -324,7 +325,7 @@ func (n *node) activateLocked(g *Group, members []int) (then []func()) {
 		then = append(then, func() { g.failed(n.killed(), false) })
 	}
 	for _, m := range members {
-		if f := n.gone[m]; f != nil && f.before {
+		if f := n.peers[m].how; f != nil && f.before {
 			g.left[m] = true
 			g.lost[m] = f
 		} else if f != nil {

@@ -84,7 +84,7 @@ func (n *node) pass(peer int, m message) {
 	next := n.hosts.next(n.id, to)
 	n.mu.Lock()
 	l := n.links[next]
-	if l == nil && n.gone[next] == nil { // its connection is still being made
+	if l == nil && n.peers[next].phase == peerUnmet { // its connection is still being made
 		n.held[next] = append(n.held[next], m)
 	}
 	n.mu.Unlock()
@@ -103,6 +103,7 @@ func (n *node) addRelays() {
 	for r := range n.links {
 		if r != n.id && !n.hosts.direct(n.id, r) {
 			n.links[r] = &relayLink{n.id, r, n.links[n.hosts.next(n.id, r)]}
+			n.peers[r].move(peerLinked) // one that is lost by now stays so
 		}
 	}
 }

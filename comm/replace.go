@@ -161,7 +161,7 @@ var (
 // isVacant is an error where a peer is not known to have ended. The caller holds n.mu.
 func (n *node) isVacant(peer int) error {
 	l, ok := n.links[peer].(*sockLink)
-	f := n.gone[peer]
+	f := n.peers[peer].how
 	switch {
 	case f == nil && n.links[peer] == nil:
 		return fmt.Errorf("%w: this rank is not connected with rank %d", ErrInvalid, peer)
@@ -173,7 +173,7 @@ func (n *node) isVacant(peer int) error {
 		return fmt.Errorf("%w: rank %d is no process", ErrUnsupported, peer)
 	case f.code != failLeft && !f.ended && (l.pid == 0 || !errors.Is(unix.Kill(l.pid, 0), unix.ESRCH)):
 		return fmt.Errorf("%w: rank %d was given up and its process, %d, may still run: end it first", ErrInvalid, peer, l.pid)
-	case !n.told[peer]:
+	case n.peers[peer].phase == peerLeaving:
 		return fmt.Errorf("rank %d: %w", peer, errUntold)
 	}
 	return nil
@@ -263,7 +263,7 @@ func (g *Group) seat(ctx context.Context, s *session, peer int, addr string, cfg
 // living are this rank and those that it is connected with, of the group that met. The caller holds n.mu.
 func (n *node) living() (ranks []int) {
 	for m := range n.links {
-		if m == n.id || n.links[m] != nil && n.gone[m] == nil {
+		if m == n.id || n.reaches(m) {
 			ranks = append(ranks, m)
 		}
 	}
@@ -282,7 +282,7 @@ func (n *node) connected(ctx context.Context, acks chan message, want int, livin
 			}
 		case <-look.C:
 			n.mu.Lock()
-			lost := slices.IndexFunc(living, func(m int) bool { return n.gone[m] != nil })
+			lost := slices.IndexFunc(living, func(m int) bool { return n.peers[m].how != nil })
 			n.mu.Unlock()
 			if lost >= 0 {
 				return fmt.Errorf("%w: rank %d, while it was to connect", ErrPeerLost, living[lost])
@@ -333,10 +333,7 @@ func (n *node) connect(ctx context.Context, r *replacement) error {
 			}
 		}
 		if err == nil {
-			if n.vacant == nil {
-				n.vacant = make(map[int]bool)
-			}
-			n.vacant[r.Rank] = true
+			n.peers[r.Rank].move(peerAwaited)
 		}
 		n.mu.Unlock()
 		if err == nil {
@@ -349,7 +346,9 @@ func (n *node) connect(ctx context.Context, r *replacement) error {
 	defer func() {
 		n.mu.Lock()
 		defer n.mu.Unlock()
-		delete(n.vacant, r.Rank)
+		if p := &n.peers[r.Rank]; p.phase == peerAwaited {
+			p.move(peerGone)
+		}
 	}()
 	cfg := Config{Rank: n.id, Size: r.World, PeerTimeout: r.Timeout, Secret: r.Key, Logger: n.log, delay: n.delay}
 	if err := cfg.validate(); err != nil {
@@ -367,9 +366,7 @@ func (n *node) connect(ctx context.Context, r *replacement) error {
 
 // fill notes that a process has come in a lost peer's place. The caller holds n.mu.
 func (n *node) fill(peer int) {
-	delete(n.gone, peer)
-	delete(n.told, peer)
-	delete(n.vacant, peer)
+	n.peers[peer].how = nil
 	for _, g := range n.groups {
 		delete(g.left, peer)
 		delete(g.lost, peer)

@@ -113,7 +113,8 @@ func (l *Listener) takePlace(whole, ctx context.Context, cancel context.CancelCa
 	n.arrival = &arrival{pasts: make(map[uint64]*past), ends: make(chan arrived, r.World)}
 	for m := range r.World {
 		if m != r.Rank && !slices.Contains(r.Living, m) {
-			n.gone[m] = &failure{code: failLost, culprit: m, detail: "it was lost before this process came", ended: true, before: true}
+			n.peers[m].move(peerGone)
+			n.peers[m].how = &failure{code: failLost, culprit: m, detail: "it was lost before this process came", ended: true, before: true}
 		}
 	}
 	if g, err = n.register(r.Group, r.Name, 0); err != nil {

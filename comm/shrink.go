@@ -315,7 +315,7 @@ func (g *Group) warnOfSilence(next *Group) {
 	g.n.mu.Lock()
 	for r, w := range g.members {
 		h := t.HostOf(r)
-		f := g.n.gone[g.n.hosts.leader(g.n.hosts.of[w])]
+		f := g.n.peers[g.n.hosts.leader(g.n.hosts.of[w])].how
 		if _, stays := next.rankOf[w]; stays || f == nil || f.code != failLost || f.ended {
 			continue
 		}
@@ -340,7 +340,7 @@ func (g *Group) stranded() error {
 		return nil
 	}
 	leader := h.leader(h.Host)
-	if g.n.gone[leader] == nil {
+	if g.n.peers[leader].how == nil {
 		return nil
 	}
 	rank, ok := g.rankOf[leader]
@@ -407,7 +407,7 @@ func (g *Group) goneRanks() rankSet {
 		set.set(len(g.members))
 	}
 	for r, w := range g.members {
-		if g.left[w] || g.out[w] || g.n.gone[w] != nil {
+		if g.left[w] || g.out[w] || g.n.peers[w].how != nil {
 			set.set(r)
 		}
 	}
