@@ -176,6 +176,12 @@ def gloo(rank: int, size: int, store: str) -> None:
     _torch("gloo", rank, size, store)
 
 
+def two_hosts(rank: int, size: int, store: str) -> None:
+    """The same with ranks that are in turn on two hosts."""
+    os.environ["SWITCHYARD_HOSTID"] = f"host {rank % 2}"
+    gloo(rank, size, store)
+
+
 def backend(rank: int, size: int, store: str) -> None:
     """torch with Switchyard as its backend."""
     _torch("switchyard", rank, size, store)

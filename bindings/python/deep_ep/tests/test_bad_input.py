@@ -294,26 +294,6 @@ def test_handles_of_another_group(pair):
     pair.run(groups)
 
 
-def several_hosts(rank, size):
-    """Groups across hosts are an error on all ranks, and each host may have buffers."""
-    os.environ["SWITCHYARD_HOSTID"] = f"host {rank // 2}"
-    try:
-        spread = dist.new_group(list(range(size)))
-        for kind in (deep_ep.Buffer, deep_ep.ElasticBuffer):
-            with pytest.raises(NotImplementedError, match="not on one host"):
-                kind(spread)
-        inside = [dist.new_group([2 * h, 2 * h + 1]) for h in range(size // 2)][rank // 2]
-        buffer = deep_ep.ElasticBuffer(inside)
-        elastic_works(buffer, rank % 2, 2)
-        buffer.destroy()
-    finally:
-        del os.environ["SWITCHYARD_HOSTID"]
-
-
-def test_groups_across_hosts(worlds):
-    worlds.get(4, world.gloo).run(several_hosts)
-
-
 def test_a_call_is_made_when_it_tells_of_an_earlier_one():
     made = []
 

@@ -45,9 +45,9 @@ class Engines:
         try:
             comm = switchyard.communicator(group)
         except errors.Unsupported as err:
-            raise errors.Unsupported("deep_ep: the ranks of this group are not on one host, or share no memory") from err
-        if comm._across:
-            raise errors.Unsupported("deep_ep: the ranks of this group are not on one host")
+            raise errors.Unsupported(f"deep_ep: the ranks of this group have no memory in common: {err}") from err
+        #: On how many hosts the ranks are.
+        self.hosts: int = comm._hosts
         self._shared = _shared.setdefault(comm, Shared())
         self._shared.users += 1
         #: Those that this buffer has used.
@@ -63,7 +63,10 @@ class Engines:
             engines = self._shared.engines
             engine = engines.get(device)
             if engine is None:
-                engine = engines[device] = Engine(self._group, device)
+                if self.hosts > 1 and device.type == "cuda":
+                    about = f"the ranks of this group are on {self.hosts} hosts, between which only tensors of the host cross"
+                    raise errors.Unsupported(f"deep_ep: a tensor is on {device}: {about}")
+                engine = engines[device] = Engine(self._group, device, self.hosts)
             self.own[device] = engine
         return engine
 
@@ -90,8 +93,8 @@ class Engines:
 class Engine:
     """Calls of one group on one device."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.pool, self.device, self.size = Pool(group, device), device, int(group.size())
+    def __init__(self, group: Any, device: torch.device, hosts: int) -> None:
+        self.pool, self.device, self.size = Pool(group, device, hosts), device, int(group.size())
         self._cuda, self._reads = device.type == "cuda", self.pool.reads
         #: Dispatchers by the shapes of calls that they have served.
         self._found: dict[Shape, Made] = {}

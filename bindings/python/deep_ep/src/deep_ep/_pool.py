@@ -21,10 +21,12 @@ class Pool:
     """Dispatchers by their shapes. All ranks use it by the same calls in the same order, so each finds, makes and gives back
     what the others do."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device, hosts: int) -> None:
         # Weak, because the table of engines must not keep a group alive.
         self._group, self.device, self.size = weakref.ref(group), device, int(group.size())
         self.reads = Reads(device)
+        #: Dispatchers share memory and order on one host alone.
+        self._shares = hosts == 1
         self._made: dict[Shape, Made] = {}
         #: Those that graphs may use, which have no place any more.
         self._replayed: list[Made] = []
@@ -126,8 +128,8 @@ class Pool:
             scale_format=s.quantize or ("ue8m0" if s.scales == "ue8m0" else "float32"),
             sources=True,
             handles=LENT if s.slab else 1,
-            share_memory=not s.slab,  # results of others are copied at once
-            share_order=True,
+            share_memory=self._shares and not s.slab,  # results of others are copied at once
+            share_order=self._shares,
             host_counts=self.device.type == "cuda" and not s.slab,
             max_sms=s.max_sms,
             group=self.group,

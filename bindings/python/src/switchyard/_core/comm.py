@@ -53,7 +53,7 @@ class Communicator(Place):
         self._no_gpus: dict[int, errors.Unsupported] = {}
         self._opening = threading.Lock()
         self._pools = 0
-        self._across = False  # ranks that have met in a store are on several hosts
+        self._hosts = 1  # on how many hosts ranks are that have met in a store
         weakref.finalize(self, drop, lib, handle).atexit = False
         _alive.add(self)
 

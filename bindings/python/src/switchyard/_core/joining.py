@@ -53,7 +53,7 @@ def _open_across(options: dict[str, Any], name: str, store: Store, stop: threadi
     comm, failed = None, None  # type: Communicator | None, errors.Error | None
     try:
         comm = Communicator._open(options, name)
-        comm._across = True
+        comm._hosts = int(options["Size"] // options["LocalSize"])
     except errors.Error as err:
         failed = err
     why = str(failed) if isinstance(failed, errors.Unsupported) else ""

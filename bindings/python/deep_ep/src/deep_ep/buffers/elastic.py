@@ -380,7 +380,7 @@ class ElasticBuffer(Bound):
                 weights = None if weights is None else _expand.gather(weights, handle.slots)
             if once:
                 y = _in_order.by_choice(x, routing, handle.slots, biases)
-            elif biases and self.num_ranks > 1:
+            elif self.num_ranks > 1 and (biases or not (self.allow_multiple_reduction or self._engines.hosts == 1)):
                 y = _in_order.by_rank(rows, routing, handle._indices, biases)
             else:
                 made = engine.combine(rows, routing, weights, biases)

@@ -33,7 +33,7 @@ class Config(NamedTuple):
         return align(self.num_max_nvl_chunked_recv_tokens * hidden_bytes * num_ranks, ALIGNMENT)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """None: all ranks are on one host."""
+        """0: memory is taken by calls, as they need it."""
         return 0
 
 
@@ -131,10 +131,10 @@ class Buffer(FewTokens):
         raise NotImplementedError("deep_ep: combine_pcie: combine serves hosts with PCIe")
 
     def internode_dispatch(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("deep_ep: internode_dispatch: dispatch serves groups of any size on one host")
+        raise NotImplementedError("deep_ep: internode_dispatch: dispatch serves ranks of any hosts")
 
     def internode_combine(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError("deep_ep: internode_combine: combine serves groups of any size on one host")
+        raise NotImplementedError("deep_ep: internode_combine: combine serves ranks of any hosts")
 
     # Calls
 

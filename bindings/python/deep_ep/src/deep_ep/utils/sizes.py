@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import switchyard
+
 # Sizes of buffers are multiples of this.
 ALIGNMENT = 2 << 20
 
@@ -23,8 +25,9 @@ def get_num_allocation_alignment() -> int:
 
 
 def get_physical_domain_size(group: Any) -> tuple[int, int]:
-    """Ranks by network, and ranks of one host. All ranks of a group are of one host."""
-    return 1, int(group.size())
+    """Hosts, and ranks of each. The first call for a group is collective."""
+    hosts = switchyard.communicator(group)._hosts
+    return hosts, int(group.size()) // hosts
 
 
 def get_logical_domain_size(group: Any, allow_hybrid_mode: bool = True) -> tuple[int, int]:
