@@ -112,8 +112,8 @@ func Again(t *testing.T, skip string) {
 }
 
 // hostProcs is Procs for ranks in network namespaces of perHost each, joined by UCX. A rate such as 2gbit bounds what each namespace sends.
-// The test is skipped where namespaces or UCX cannot be had.
-func hostProcs(t *testing.T, n, perHost int, rate string, segment int64, f func(r *Rank)) {
+// The test is skipped where namespaces or UCX cannot be had. It returns the processes, which have ended, to who has started them.
+func hostProcs(t *testing.T, n, perHost int, rate string, segment int64, f func(r *Rank)) []*proctest.Process {
 	t.Helper()
 	NeedUCX(t)
 	if !proctest.Again() {
@@ -129,11 +129,12 @@ func hostProcs(t *testing.T, n, perHost int, rate string, segment int64, f func(
 				Env: []string{fmt.Sprint("LOCAL_RANK=", r%perHost), fmt.Sprint("LOCAL_WORLD_SIZE=", perHost)}})
 		}
 		require.NoError(t, errors.Join(proctest.Failures(ps)...))
-		return
+		return ps
 	}
 	procs(t, n, func(ctx context.Context, g *comm.Group) {
 		runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f)
 	})
+	return nil
 }
 
 // NeedUCX skips the test without UCX, and has it use nothing but TCP.
