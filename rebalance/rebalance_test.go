@@ -15,6 +15,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/dispatch"
+	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/observe"
 )
@@ -40,7 +41,16 @@ const tableLen = 1025 // of an expert
 // run runs ranks, and the parts of their job one after the other.
 func run(t *testing.T, ranks int, p *dispatch.Placement, part func(w *world)) {
 	t.Helper()
-	groups, err := comm.Local(ranks)
+	runOn(t, ranks, ranks, p, part)
+}
+
+// runOn is run with perHost ranks on each host.
+func runOn(t *testing.T, ranks, perHost int, p *dispatch.Placement, part func(w *world)) {
+	t.Helper()
+	if perHost < ranks {
+		worldtest.NeedUCX(t)
+	}
+	groups, err := comm.Local(ranks, comm.LocalOptions{PerHost: perHost})
 	require.NoError(t, err)
 	var all sync.WaitGroup
 	for _, g := range groups {
@@ -162,15 +172,22 @@ func TestBusyExpertsMove(t *testing.T) {
 		load  []float64
 		worse float64 // than this the ranks are before
 		after float64 // and better than this at the end
+		hosts int
 	}{
-		{"one rank has both busy experts", dispatch.Contiguous(8, 4), []float64{40, 40, 4, 4, 4, 4, 4, 4}, 2.5, 1.8},
-		{"copies of the busiest", spread, []float64{100, 1, 1, 1, 50, 1, 1, 1}, 1.8, 1.4},
-		{"two ranks", dispatch.Contiguous(4, 2), []float64{3, 3, 1, 1}, 1.4, 1.1},
+		{"one rank has both busy experts", dispatch.Contiguous(8, 4), []float64{40, 40, 4, 4, 4, 4, 4, 4}, 2.5, 1.8, 1},
+		{"copies of the busiest", spread, []float64{100, 1, 1, 1, 50, 1, 1, 1}, 1.8, 1.4, 1},
+		{"two ranks", dispatch.Contiguous(4, 2), []float64{3, 3, 1, 1}, 1.4, 1.1, 1},
+		{"two hosts", dispatch.Contiguous(8, 4), []float64{40, 40, 4, 4, 4, 4, 4, 4}, 2.5, 1.8, 2},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			ranks := 1 + slices.Max(slices.Concat(c.p.Ranks...))
-			run(t, ranks, c.p, func(w *world) {
-				l, r := w.loop(Options{Window: 5}), rand.New(rand.NewPCG(uint64(w.g.Rank()), 1))
+			perHost := ranks / c.hosts
+			o := Options{Window: 5}
+			if c.hosts > 1 {
+				o.Groups = len(c.p.Ranks) // each expert may go to any host
+			}
+			runOn(t, ranks, perHost, c.p, func(w *world) {
+				l, r := w.loop(o), rand.New(rand.NewPCG(uint64(w.g.Rank()), 1))
 				var all []*Change
 				for range 20 {
 					if err := w.step(r, c.load); err != nil {
@@ -194,6 +211,9 @@ func TestBusyExpertsMove(t *testing.T) {
 				}
 				if len(all) != 4 || !all[0].Moved() || all[0].Before < c.worse || all[3].After > c.after {
 					t.Errorf("before %.2f, after %.2f, at the end %.2f; moves %v", all[0].Before, all[0].After, all[3].After, all[0].Moves)
+				}
+				if c.hosts > 1 && !slices.ContainsFunc(all[0].Moves, func(m dispatch.Move) bool { return m.From/perHost != m.To/perHost }) {
+					t.Errorf("no expert has moved to another host: %v", all[0].Moves)
 				}
 				if n := slices.IndexFunc(all[1:], (*Change).Moved); n >= 0 {
 					t.Errorf("the same load moves experts again: %v", all[1+n].Moves)
@@ -258,12 +278,18 @@ func TestNothingMovesWithoutNeed(t *testing.T) {
 }
 
 // Any placement becomes any other one, in rounds in which a pair of ranks has one expert.
-func TestAnyPlacementBecomesAnyOther(t *testing.T) {
+func TestAnyPlacementBecomesAnyOther(t *testing.T) { anyBecomesAnyOther(t, 20, 1) }
+
+func TestAnyPlacementBecomesAnyOtherOnHosts(t *testing.T) { anyBecomesAnyOther(t, 5, 2) }
+
+func anyBecomesAnyOther(t *testing.T, worlds, hosts int) {
 	random := rand.New(rand.NewPCG(7, 7))
-	for range 20 {
+	for range worlds {
 		ranks := 2 + random.IntN(4)
+		ranks -= ranks % hosts
 		slots := 1 + random.IntN(4)
-		experts := max(slots, 1+random.IntN(ranks*slots))
+		experts := max(hosts*slots, 1+random.IntN(ranks*slots))
+		experts -= experts % hosts
 		some := func() *dispatch.Placement {
 			load := make([]float64, experts)
 			for e := range load {
@@ -277,7 +303,7 @@ func TestAnyPlacementBecomesAnyOther(t *testing.T) {
 		for range 3 {
 			steps = append(steps, some())
 		}
-		run(t, ranks, steps[0], func(w *world) {
+		runOn(t, ranks, ranks/hosts, steps[0], func(w *world) {
 			l := w.loop(Options{})
 			for _, next := range steps[1:] {
 				var c Change
