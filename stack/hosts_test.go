@@ -80,6 +80,43 @@ func TestF2_StackReopensOnTheHostsLeft(t *testing.T) {
 	closeAll(ctx, t, ss)
 }
 
+// The ranks of a host, those of one place, and those of some hosts have groups whose stacks work, like that of all.
+func TestStacksOfPartsOfAGroup(t *testing.T) {
+	worldtest.NeedUCX(t)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	groups, err := comm.Local(6, comm.LocalOptions{PerHost: 2})
+	require.NoError(t, err)
+	some := make([]*comm.Group, len(groups))
+	requireAll(t, each(make([]*stack.Stack, len(groups)), func(i int, _ *stack.Stack) (err error) {
+		some[i], err = groups[i].Split(ctx, i/4, -i) // the ranks of two hosts backwards, and those of the third
+		return err
+	}))
+	for _, c := range []struct {
+		name         string
+		part         func(rank int) (*comm.Group, error)
+		ranks, hosts []int // of the part, by rank
+	}{
+		{"home", func(r int) (*comm.Group, error) { return groups[r].Home() }, []int{2, 2, 2, 2, 2, 2}, []int{1, 1, 1, 1, 1, 1}},
+		{"rail", func(r int) (*comm.Group, error) { return groups[r].Rail() }, []int{3, 3, 3, 3, 3, 3}, []int{3, 3, 3, 3, 3, 3}},
+		{"some hosts", func(r int) (*comm.Group, error) { return some[r], nil }, []int{4, 4, 4, 4, 2, 2}, []int{2, 2, 2, 2, 1, 1}},
+	} {
+		parts := make([]*comm.Group, len(groups))
+		for r := range parts {
+			parts[r], err = c.part(r)
+			require.NoError(t, err, c.name)
+			require.Equal(t, c.ranks[r], parts[r].Size(), c.name)
+			require.Equal(t, c.hosts[r], parts[r].Topology().Hosts, c.name)
+		}
+		ss := openAll(ctx, t, parts, 0, hostsOptions())
+		requireAll(t, each(ss, func(_ int, s *stack.Stack) error { return errors.Join(use(s), s.Close(ctx)) }))
+	}
+	for r, g := range groups {
+		some[r].Close()
+		g.Close()
+	}
+}
+
 // hasLost checks that err names that rank as lost.
 func hasLost(err error, rank int) error {
 	var peer *comm.PeerError
