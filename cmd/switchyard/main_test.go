@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"regexp"
@@ -25,6 +26,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
+	"github.com/switchyard-moe/switchyard/internal/worldtest"
 )
 
 // The test binary is also the command, and a program that the command runs.
@@ -368,6 +370,30 @@ func TestRanksOfSeveralHostsMeet(t *testing.T) {
 		out, errs := nodes[i].Output()
 		require.Zero(t, code, errs)
 		require.Equal(t, want, sorted(out))
+	}
+}
+
+// examples/moe trains on two hosts of two ranks, and one rank computes the same losses.
+func TestTrainingOnTwoHosts(t *testing.T) {
+	worldtest.NeedUCX(t)
+	dir := t.TempDir()
+	program, text := filepath.Join(dir, "moe"), filepath.Join(dir, "text")
+	out, err := exec.Command("go", "build", "-o", program, "../../examples/moe").CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	line := "a rose is a rose is a rose, and the train on the rails is never the train of the rail\n"
+	require.NoError(t, os.WriteFile(text, []byte(strings.Repeat(line, 400)), 0o644))
+	spaces := proctest.Namespaces(t, 2)
+	var nodes []*proctest.Process
+	for i, s := range spaces {
+		nodes = append(nodes, start(t, proctest.Spec{Via: s.Via, Env: []string{"SWITCHYARD_SECRET=mine"}, Args: []string{"run", "-nodes", "2", "-node", strconv.Itoa(i),
+			"-addr", spaces[0].IP + ":29500", "-n", "2", program, "-join", "-check", "-text", text,
+			"-layers", "2", "-hidden", "16", "-inner", "16", "-embed", "8", "-batch", "61"}}))
+	}
+	for _, p := range nodes {
+		code := p.Wait()
+		out, errs := p.Output()
+		require.Zero(t, code, "%s%s", out, errs)
+		require.Equal(t, p == nodes[0], strings.Contains(out, "check: ok"), out)
 	}
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hosts
 import pytest
+import world
 
 import switchyard as sw
 
@@ -121,10 +122,8 @@ print("crossed")
 """
 
 
-@pytest.mark.parametrize("rate", [None, "2gbit"])
-def test_torchrun_on_two_hosts(tmp_path, rate):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def on_two_hosts(per_host, rate, *command):
+    """What torchrun prints on each of two hosts, whose ranks run a command."""
     try:
         net = hosts.Hosts(2, rate)
     except hosts.Unavailable as missing:
@@ -134,7 +133,7 @@ def test_torchrun_on_two_hosts(tmp_path, rate):
             subprocess.Popen(
                 [
                     *net.within(host), sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(host),
-                    "--nproc-per-node", "2", "--master-addr", net.address(0), "--master-port", "29500", str(script),
+                    "--nproc-per-node", str(per_host), "--master-addr", net.address(0), "--master-port", "29500", *command,
                 ],
                 env={
                     **os.environ, "PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": f"veth{host}",
@@ -145,10 +144,26 @@ def test_torchrun_on_two_hosts(tmp_path, rate):
             for host in range(2)
         ]  # fmt: skip
         try:
+            printed = [process.communicate(timeout=world.HANGS)[0] for process in started]
             for host, process in enumerate(started):
-                out, _ = process.communicate(timeout=150)
-                assert (process.returncode, out.count("crossed")) == (0, 2), f"host {host}: {out}"
+                assert process.returncode == 0, f"host {host}: {printed[host]}"
+            return printed
         finally:
             for process in started:
                 process.kill()
                 process.wait()
+
+
+@pytest.mark.parametrize("rate", [None, "2gbit"])
+def test_torchrun_on_two_hosts(tmp_path, rate):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    for out in on_two_hosts(2, rate, str(script)):
+        assert out.count("crossed") == 2, out
+
+
+def test_training_on_two_hosts():
+    example = Path(__file__).resolve().parents[3] / "examples" / "moe" / "train.py"
+    first, second = on_two_hosts(1, None, str(example), "--steps", "20")
+    assert "the losses are the same" in first
+    assert "go to torch" not in first + second
