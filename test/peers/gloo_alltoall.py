@@ -1,10 +1,11 @@
-"""A worker of `perf hosts`: torch.distributed's all_to_all_single over gloo.
+"""A worker of `perf hosts`: torch.distributed's all_to_all_single and all_reduce over gloo.
 
-python test/peers/gloo_alltoall.py hosts|hosts-dispatch
+python test/peers/gloo_alltoall.py hosts|hosts-dispatch|hosts-reduce
 
 It reads lines "BYTES CALLS" and makes that many exchanges, checks every byte of the last, and writes its microseconds a
 call. An exchange has BYTES for each pair of ranks. With hosts-dispatch it has a row of BYTES for each of 512 tokens and
-each rank that has one of its 8 experts of 32, and another exchange takes the rows back; nothing gathers or adds them.
+each rank that has one of its 8 experts of 32, and another exchange takes the rows back; nothing gathers or adds them. With hosts-reduce it makes sums of float32 of BYTES,
+in place, and checks every element of one more.
 """
 
 import os
@@ -37,6 +38,23 @@ def exchange(x: torch.Tensor, y: torch.Tensor, back: torch.Tensor | None, put: l
         dist.all_to_all_single(back, y, put, got)
 
 
+def reduce(rank: int, size: int, n: int, calls: int) -> float:
+    """Microseconds of an all_reduce of n bytes."""
+    mine = torch.arange(n // 4) % 1021
+    x = torch.zeros(n // 4)
+    dist.all_reduce(x)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        dist.all_reduce(x)
+    us = (time.perf_counter() - start) / calls * 1e6
+    x.copy_(mine * (rank + 1))
+    dist.all_reduce(x)
+    if not torch.equal(x, (mine * (size * (size + 1) // 2)).float()):
+        raise AssertionError(f"rank {rank} has other sums than those of all ranks")
+    return us
+
+
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # gloo prints lines of its own
@@ -46,6 +64,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     for line in sys.stdin:
         n, calls = map(int, line.split())
+        if sys.argv[1:] == ["hosts-reduce"]:
+            print(f"{reduce(rank, size, n, calls):.2f}", file=out, flush=True)
+            continue
         sends = [routed(r, size, n) if rows else [n] * size for r in range(size)]
         put, got = sends[rank], [sends[p][rank] for p in range(size)]
         x = torch.cat([message(rank, p, put[p]) for p in range(size)])

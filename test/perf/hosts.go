@@ -33,7 +33,7 @@ type hostsRow struct {
 	Hosts     int        `json:"hosts"`
 	PerHost   int        `json:"per_host"`
 	Rate      string     `json:"rate"`           // to which each host's sending is held, empty for none
-	Bytes     int64      `json:"bytes_per_pair"` // of dispatches those of a row
+	Bytes     int64      `json:"bytes_per_pair"` // of dispatches those of a row, of reductions those of a rank
 	Way       string     `json:"way"`            // of messages to other hosts
 	Calls     int        `json:"calls_per_block"`
 	US        float64    `json:"us"` // the median of the blocks' means
@@ -47,15 +47,21 @@ type hostsRow struct {
 	Load      [2]float64 `json:"load"` // of the machine, before and after
 }
 
-// hostsDispatch is the operation of workers of hosts -dispatch.
-const hostsDispatch = "hosts-dispatch"
+// The operations of workers of hosts -dispatch and hosts -reduce.
+const (
+	hostsDispatch = "hosts-dispatch"
+	hostsReduce   = "hosts-reduce"
+)
+
+// bytesOf says what an operation's bytes are of.
+var bytesOf = map[string]string{"hosts": "a pair", hostsDispatch: "a row", hostsReduce: "a rank"}
 
 // hostsConfig is what hosts measures.
 type hostsConfig struct {
 	hosts, perHost, blocks int
 	sizes                  []int64
 	op, rate, peer         string
-	dispatch               bool
+	dispatch, reduce       bool
 	bundle                 int64
 	json                   bool
 }
@@ -67,11 +73,12 @@ func measureHosts(ctx context.Context, args []string) error {
 	fs := flag.NewFlagSet("perf hosts", flag.ContinueOnError)
 	fs.IntVar(&c.hosts, "hosts", 2, "number of hosts, each a network namespace")
 	fs.StringVar(&perHost, "per-host", "2,1", "numbers of ranks a host, comma separated")
-	fs.StringVar(&sizes, "sizes", "", "bytes a pair of ranks, or of a row (default 256B,1KiB,4KiB,64KiB,256KiB,512KiB,2MiB,4MiB or 2KiB,14KiB)")
+	fs.StringVar(&sizes, "sizes", "", "bytes a pair of ranks, or of a row, or of a rank (default 256B,1KiB,4KiB,64KiB,256KiB,512KiB,2MiB,4MiB, or 2KiB,14KiB, or 1KiB,8KiB,64KiB,512KiB,4MiB,64MiB)")
 	fs.BoolVar(&c.dispatch, "dispatch", false, "measure dispatch with combine: 512 tokens a rank, the best 8 of 32 experts, bfloat16; the peer\nonly carries a row to each rank and back")
+	fs.BoolVar(&c.reduce, "reduce", false, "measure all-reduce: sums of float32")
 	fs.IntVar(&c.blocks, "blocks", 9, "blocks of calls a size, ours and the peer's in turn; the median of their means is reported")
 	fs.StringVar(&c.rate, "rate", "", "the rate to which tc holds what a host sends, such as 2gbit")
-	fs.StringVar(&c.peer, "peer", "python3 test/peers/gloo_alltoall.py {op}", "a peer's worker, which speaks as ours do; empty for none. {op} is hosts, or hosts-dispatch")
+	fs.StringVar(&c.peer, "peer", "python3 test/peers/gloo_alltoall.py {op}", "a peer's worker, which speaks as ours do; empty for none. {op} is hosts, hosts-dispatch or hosts-reduce")
 	fs.Int64Var(&c.bundle, "bundle", 0, "alltoallv.Options.BundleBytes: messages up to this go in bundles (0: by the table, -1: none)")
 	fs.BoolVar(&c.json, "json", false, "print one JSON object a line")
 	if err := fs.Parse(args); err != nil {
@@ -83,19 +90,19 @@ func measureHosts(ctx context.Context, args []string) error {
 	if c.hosts < 2 || c.blocks < 1 {
 		return fmt.Errorf("%d hosts and %d blocks, want at least 2 and 1", c.hosts, c.blocks)
 	}
-	c.op = "hosts"
-	if c.dispatch {
-		c.op = hostsDispatch
-	}
+	var usual string
 	switch {
-	case sizes != "":
+	case c.dispatch && c.reduce:
+		return errors.New("-dispatch and -reduce are two measurements")
 	case c.dispatch:
-		sizes = "2KiB,14KiB"
+		c.op, usual = hostsDispatch, "2KiB,14KiB"
+	case c.reduce:
+		c.op, usual = hostsReduce, "1KiB,8KiB,64KiB,512KiB,4MiB,64MiB"
 	default:
-		sizes = "256B,1KiB,4KiB,64KiB,256KiB,512KiB,2MiB,4MiB"
+		c.op, usual = "hosts", "256B,1KiB,4KiB,64KiB,256KiB,512KiB,2MiB,4MiB"
 	}
 	c.peer = strings.ReplaceAll(c.peer, "{op}", c.op)
-	for s := range strings.SplitSeq(sizes, ",") {
+	for s := range strings.SplitSeq(cmp.Or(sizes, usual), ",") {
 		n, err := parseSize(s)
 		if err != nil {
 			return err
@@ -153,19 +160,19 @@ func (c *hostsConfig) measure(ctx context.Context) (err error) {
 	}
 	if !c.json {
 		fmt.Printf("\n%d hosts of %d ranks, %s; peer: %s\n%14s  %-9s %6s %11s %11s %7s %12s %12s\n", c.hosts, c.perHost, cmp.Or(c.rate, "no limit"), cmp.Or(c.peer, "none"),
-			map[bool]string{false: "bytes a pair", true: "bytes a row"}[c.dispatch], "way", "calls", "us", "peer us", "ours/", "bytes sent", "load")
+			"bytes "+bytesOf[c.op], "way", "calls", "us", "peer us", "ours/", "bytes sent", "load")
 	}
 	for _, n := range c.sizes {
 		r, err := c.size(ctx, net, ours, theirs, n)
 		if err != nil {
-			return fmt.Errorf("%s a pair: %w", human(n), err)
+			return fmt.Errorf("%s %s: %w", human(n), bytesOf[c.op], err)
 		}
 		c.print(r)
 	}
 	return nil
 }
 
-// calls is how many calls of n bytes a pair, or a row, are a block.
+// calls is how many calls of n bytes a pair, a row or a rank are a block.
 func (c *hostsConfig) calls(n int64) int {
 	if c.dispatch {
 		n *= hostTokens
@@ -338,8 +345,11 @@ func benchHosts(ctx context.Context, g *comm.Group, c config) (rows []row, err e
 	if err != nil {
 		return nil, err
 	}
-	if c.Op == hostsDispatch {
+	switch c.Op {
+	case hostsDispatch:
 		return nil, hostDispatches(ctx, h, x)
+	case hostsReduce:
+		return nil, hostReductions(ctx, h, x, src.View(), dst.View())
 	}
 	return nil, eachLine(func(bytes int64, calls int) error {
 		if bytes > c.Sizes[0] {

@@ -61,3 +61,18 @@ func TestHostsNameAPeerThatEnds(t *testing.T) {
 	require.ErrorContains(t, err, "the peer")
 	require.ErrorContains(t, err, "rank 1: exit status 1")
 }
+
+// Reductions cross hosts, and a peer is asked for them by name.
+func TestHostsReduce(t *testing.T) {
+	needHosts(t)
+	out := output(t, "hosts", "-reduce", "-per-host", "2", "-sizes", "4KiB,1MiB", "-blocks", "1", "-json", "-peer", `test {op} = hosts-reduce && while read n calls; do echo 250.5; done`)
+	dec := json.NewDecoder(bytes.NewReader(out))
+	for _, n := range []int64{4096, 1 << 20} {
+		var r hostsRow
+		require.NoError(t, dec.Decode(&r), "%s", out)
+		require.Equal(t, n, r.Bytes)
+		require.Equal(t, "reduction", r.Way)
+		require.Equal(t, 250.5, *r.PeerUS)
+		require.GreaterOrEqual(t, r.SentBytes, n) // the host's sums
+	}
+}

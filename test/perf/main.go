@@ -113,7 +113,7 @@ func (r row) timed(us []float64) row {
 // bench runs one operation on one rank; rank 0 returns the rows.
 type bench func(ctx context.Context, g *comm.Group, c config) ([]row, error)
 
-var benches = map[string]bench{"alltoallv": benchAllToAllV, "allreduce": benchAllReduce, "dispatch": benchDispatch, "p2p": benchP2P, "tune": benchTune, "hosts": benchHosts, hostsDispatch: benchHosts}
+var benches = map[string]bench{"alltoallv": benchAllToAllV, "allreduce": benchAllReduce, "dispatch": benchDispatch, "p2p": benchP2P, "tune": benchTune, "hosts": benchHosts, hostsDispatch: benchHosts, hostsReduce: benchHosts}
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
@@ -166,7 +166,7 @@ func run(ctx context.Context, args []string) (err error) {
 	if len(args) == 0 || benches[args[0]] == nil {
 		return errors.New("usage: perf all|alltoallv|allreduce|dispatch|p2p|tune|hosts [flags]; perf OP -h lists them")
 	}
-	if args[0] == "hosts" || args[0] == hostsDispatch {
+	if _, ok := bytesOf[args[0]]; ok {
 		return measureHosts(ctx, args[1:])
 	}
 	var (
