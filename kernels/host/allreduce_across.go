@@ -19,8 +19,13 @@ import (
 //
 // All ranks tell all others first what they call.
 
-// acrossPiece is the most of a slice, as a partial result, in one piece.
-const acrossPiece = 256 << 10
+// A piece has at most this much of a slice, as a partial result: mostPiece where the staging of all slices then takes no more than pieceStaging, and
+// else half as much again and again, down to leastPiece. In each piece ranks wait for each other three times, so larger ones are faster.
+const (
+	mostPiece    = 1 << 20
+	leastPiece   = 256 << 10
+	pieceStaging = 16 << 20
+)
 
 // The words of a mate's line: the last call that it has told of, and the last pieces of which its input and its part of the result are there.
 const (
@@ -43,6 +48,7 @@ type reductionsAcross struct {
 	hostRanks
 	counted
 	c      *kernels.ReduceBounds
+	piece  int64 // bytes
 	calls  uint64
 	pieces uint64
 
@@ -56,7 +62,11 @@ type reductionsAcross struct {
 }
 
 func newReductionsAcross(c *kernels.ReduceBounds, offset int64) family {
-	return &reductionsAcross{hostRanks: newHostRanks(c.Hosts), c: c, counted: counted{offset: offset}}
+	x := &reductionsAcross{hostRanks: newHostRanks(c.Hosts), c: c, counted: counted{offset: offset}, piece: mostPiece}
+	for x.piece > leastPiece && 2*x.half() > pieceStaging {
+		x.piece /= 2
+	}
+	return x
 }
 
 func (x *reductionsAcross) mateLine(mate int) int64 {
@@ -74,10 +84,10 @@ func (x *reductionsAcross) told(epoch uint64, rank int) int64 {
 
 // input is a rank's part of the input in a piece, partials are those of hosts, and result is this rank's part of what comes of it.
 func (x *reductionsAcross) input(piece uint64, slice int) int64 {
-	return x.told(0, 2*x.c.Size) + int64(piece&1)*x.half() + int64(slice)*acrossPiece
+	return x.told(0, 2*x.c.Size) + int64(piece&1)*x.half() + int64(slice)*x.piece
 }
 
-func (x *reductionsAcross) half() int64 { return int64(x.c.Size+len(x.of)+1) * acrossPiece }
+func (x *reductionsAcross) half() int64 { return int64(x.c.Size+len(x.of)+1) * x.piece }
 
 func (x *reductionsAcross) partials(piece uint64, host int) int64 {
 	return x.input(piece, x.c.Size+host)
@@ -241,7 +251,7 @@ func (x *reductionsAcross) join(dst, own []byte) {
 // perPiece is how many elements of a slice a piece has.
 func (x *reductionsAcross) perPiece() int64 {
 	d := x.a.Call.DType
-	return acrossPiece / max(d.Size(), d.PartialSize())
+	return x.piece / max(d.Size(), d.PartialSize())
 }
 
 func (x *reductionsAcross) allReduce() error {
