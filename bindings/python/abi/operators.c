@@ -264,6 +264,17 @@ struct way {
 	int64_t dispatches, handle, routing, tokens, came, weighting, release;
 };
 
+// How many rows for sums a tensor has, whatever its extents before the last are; -1 for one that has other things.
+static int64_t rows_in(const struct view *v, const struct switchyard_dispatches *d)
+{
+	uint64_t n = 1;
+	if (v->device != d->Device || v->dtype != types[d->SumType] || v->dim < 2 || v->sizes[v->dim - 1] != d->Hidden)
+		return -1;
+	for (int64_t i = 0; i < v->dim - 1; i++)
+		n *= (uint64_t)v->sizes[i];
+	return (int64_t)n;
+}
+
 static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct way *by, int64_t *code)
 {
 	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)(intptr_t)by->dispatches;
@@ -273,10 +284,10 @@ static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct 
 	torch_tensor y;
 	uint64_t stream, ticket = 0;
 	void *data;
+	int64_t n;
 	*code = UNUSUAL;
-	if (atomic_load(&forked) || !view_of(from, &rows) || rows.dim < 1 ||
-	    !is(&rows, d->Device, d->SumType, rows.sizes[0] == by->came ? by->came : d->MaxRows, d->Hidden) ||
-	    !aligned(&rows) || !stream_of(d->Device, &stream))
+	if (atomic_load(&forked) || !view_of(from, &rows) || (n = rows_in(&rows, d)) < 0 ||
+	    (n != by->came && n != d->MaxRows) || !aligned(&rows) || !stream_of(d->Device, &stream))
 		return undefined();
 	if (weights) {
 		if (!view_of(weights, &w) || !is(&w, d->Device, SWITCHYARD_FLOAT32, by->tokens, d->TopK))
@@ -292,7 +303,7 @@ static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct 
 	call.Y.Addr = (uint64_t)(uintptr_t)data;
 	call.Y.Bytes = by->tokens * d->SumBytes;
 	call.Rows.Addr = (uint64_t)(uintptr_t)rows.data;
-	call.Rows.Bytes = rows.sizes[0] * d->SumBytes;
+	call.Rows.Bytes = n * d->SumBytes;
 	call.Handle = (uint64_t)by->handle;
 	call.Routing = (uint64_t)by->routing;
 	call.Weighting = by->weighting;

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from switchyard._core.native import library  # noqa: E402
 from switchyard._torch import operators  # noqa: E402
+from switchyard._torch.moe_bare import lease, numbers_of  # noqa: E402
 
 ABI = Path(__file__).resolve().parents[1] / "abi"
 #: torch from this version on has all that operators need.
@@ -247,7 +248,8 @@ def refused(rank, size, device):
     for arguments in wrong:
         refuse_alike(d, d.dispatch, *arguments)
     got = d.dispatch(x, idx, weights)
-    for rows in (got.rows[:, :4], got.rows.double(), got.rows[0], torch.zeros(d.max_rows + 1, 8, device=device)):
+    many = torch.zeros(d.max_rows + 1, 8, device=device)
+    for rows in (got.rows[:, :4], got.rows.double(), got.rows[0], got.rows[None], many):
         refuse_alike(d, d.combine, rows, got)
     # What operators convert no more than Python does: strides, types of indices, gradients.
     want = d.combine(got.rows, got)
@@ -276,6 +278,35 @@ def refused(rank, size, device):
 @needs_them
 def test_refusals_are_those_of_python(gloo):
     gloo.run(refused, "cpu")
+
+
+def told(rank, size, device):
+    """The numbers of a dispatch in memory of the caller."""
+    d = sw.Dispatcher(2 * size, 2, 128, max_tokens=16, layout="slab", dtype="bfloat16", device=device)
+    x, idx, weights = tokens(rank, d, 5 + rank, device)
+    got = d.dispatch(x, idx)  # the first call makes the operators known
+    known = [*map(list, (got.counts, got.offsets, got.rank_counts))]
+    got.release()
+    local, answers = len(d.local_experts), []
+    for how in (lambda d: Counting(d._operated, "dispatch"), by_python):
+        numbers, counts = numbers_of(d, x)
+        numbers.fill_(-1)
+        with how(d) as counting:
+            got = lease(d, x, idx, False, numbers)
+            assert counting is None or counting.served == 1
+        assert [part.tolist() for part in numbers.split([2, local, local + 1, size])[1:]] == known
+        assert counts.tolist() == known[0]
+        answers.append(d.combine(got.rows, got, token_weights=weights, release=True))
+    assert torch.equal(*answers)
+    room = numbers.new_empty(len(numbers) + 1)
+    for wrong in (numbers[:-1], room, room[1:]):
+        refuse_alike(d, lease, d, x, idx, False, wrong)
+    d.close()
+
+
+@needs_them
+def test_numbers_come_to_memory_of_the_caller(gloo):
+    gloo.run(told, "cpu")
 
 
 def many(rank, size, device):

@@ -160,7 +160,7 @@ class Dispatches:
     ) -> Tensor | None:
         """A combine with the weights of the dispatch or of tokens, if nothing about it is unusual."""
         d = self._dispatcher
-        if type(way) not in (Dispatched, Routing) or way._dispatcher is not d:
+        if type(way) not in (Dispatched, Routing) or way._dispatcher is not d or type(rows) is not Tensor or rows.dim() != 2:
             return None
         weighting = UNWEIGHTED if d.by_token or not weighted else DISPATCHED
         if token_weights is not None:
@@ -175,7 +175,7 @@ class Dispatches:
     def bring(
         self, rows: Tensor, way: Dispatched | Routing, came: int, weighting: int, token_weights: Tensor | None, release: bool
     ) -> Tensor | None:
-        """A combine of as many rows as came, or as there is room for."""
+        """A combine of as many rows as came, or as there is room for, with any extents before the last."""
         if profiled() or type(rows) is not Tensor or (token_weights is not None and type(token_weights) is not Tensor):
             return None
         if torch.is_grad_enabled() and (rows.requires_grad or (token_weights is not None and token_weights.requires_grad)):
