@@ -18,6 +18,7 @@ from .._core.dtypes import reduction
 from .._core.places import Gpu
 from .._core.splits import Shapes
 from . import cuda, fallback, operators
+from .compiler import uncompiled
 from .groups import Submission, communicator, find, group_of, process_group
 from .profile import profiled, span
 from .tensors import PLAIN, into, is_tensor, readable, real, same_dtype, splittable, writable, written
@@ -416,6 +417,7 @@ def gather(ranks: int, output: Tensor, input: Tensor) -> Submission:
     return Communicator._all_gather, arguments, back
 
 
+@uncompiled
 def barrier(group: Any, async_op: bool, device_ids: Any = None) -> Any:
     if _outside(group, "barrier"):
         return None

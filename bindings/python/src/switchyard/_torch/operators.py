@@ -27,6 +27,7 @@ from .._core.dispatched import (
     counts_of,
 )
 from .._core.native import AGAIN, SLICE, library
+from .compiler import uncompiled
 from .profile import profiled
 from .tensors import written
 
@@ -101,6 +102,7 @@ class Dispatches:
         self._about = array("q", (*shape, *types, *sizes, numbers, SLICE))
         self._address = self._about.buffer_info()[0]
 
+    @uncompiled
     def dispatch(self, x: Tensor, idx: Tensor, weights: Tensor | None, numbers: Tensor | None = None) -> Dispatched | None:
         """A dispatch, if nothing about it is unusual. One without weights may leave its numbers in memory of the caller."""
         d = self._dispatcher
@@ -155,6 +157,7 @@ class Dispatches:
         experts, ranks = self._experts, self._ranks
         return HostCounts(made[5], made[6 : 6 + experts], made[6 + experts : -ranks], made[-ranks:])
 
+    @uncompiled
     def combine(
         self, rows: Tensor, way: Dispatched | Routing, weighted: bool, token_weights: Tensor | None, release: bool
     ) -> Tensor | None:
@@ -172,6 +175,7 @@ class Dispatches:
         counts = way.counts if isinstance(way, Routing) else way._output and way._output.counts
         return self.bring(rows, way, -1 if counts is None else counts.rows, weighting, token_weights, release)
 
+    @uncompiled
     def bring(
         self, rows: Tensor, way: Dispatched | Routing, came: int, weighting: int, token_weights: Tensor | None, release: bool
     ) -> Tensor | None:
@@ -208,9 +212,6 @@ class Dispatches:
         if output is not None and release:
             output.released = True
         return y  # type: ignore[no-any-return]
-
-    # torch's compiler ends a graph before them: torch.compiler.disable sets this too, but wraps each call.
-    dispatch._torchdynamo_disable = bring._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def dispatches(d: Calls) -> Dispatches | None:
