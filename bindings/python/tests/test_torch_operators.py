@@ -17,7 +17,7 @@ import switchyard as sw
 torch = pytest.importorskip("torch")
 
 from switchyard._core.native import library  # noqa: E402
-from switchyard._torch import operators  # noqa: E402
+from switchyard._torch import calls, operators  # noqa: E402
 from switchyard._torch.moe_bare import lease, numbers_of  # noqa: E402
 
 ABI = Path(__file__).resolve().parents[1] / "abi"
@@ -147,6 +147,66 @@ def exchanged(rank, size, device):
 @needs_them
 def test_exchanges_are_those_of_python(gloo):
     gloo.run(exchanged, "cpu")
+
+
+def answers_of(call, output, *arguments):
+    """What a call leaves in an output, by operators and by Python, or its error."""
+    results = []
+    for how in (contextlib.nullcontext, by_python):
+        into = output.clone()
+        with how():
+            try:
+                assert call(into, *arguments) is None
+                results.append(into)
+            except (sw.Error, RuntimeError) as err:
+                results.append((type(err), str(err)))
+    return results
+
+
+def reduced(rank, size, device):
+    """Reductions and gathers of all types and operators, and of tensors that operators leave to Python."""
+    for call in (sw.all_reduce, lambda x: sw.all_gather_into_tensor(x.new_empty(size, *x.shape), x)):
+        call(torch.ones(2, device=device))  # the ranks have met, and a GPU is ready for reductions
+    made = operators.exchanges(sw.communicator(), torch.ones(1, device=device).get_device())
+    g = torch.Generator().manual_seed(rank)
+
+    def alike(served, name, call, output, *arguments):
+        with Counting(made, name) as counting:
+            one, other = answers_of(call, output, *arguments)
+        assert counting.served == served, (name, output.dtype, arguments)
+        if isinstance(one, tuple):
+            assert one == other
+        else:
+            assert torch.equal(*(t.flatten().view(torch.uint8) for t in (one, other))), (name, output.dtype)
+
+    for dtype in calls.DTYPE_NAMES:
+        x = torch.randint(-3, 4, (size, 3, 5), generator=g).to(dtype).to(device)
+        for op in ("sum", "avg", "min", "max", "prod", torch.distributed.ReduceOp.SUM):
+            if calls._KINDS[dtype, calls.op_name(op)] is not None:
+                alike(True, "reduce", sw.all_reduce, x, op)
+                alike(True, "scatter", sw.reduce_scatter_tensor, x[0], x, op)
+        alike(True, "gather", sw.all_gather_into_tensor, x.new_empty(size, *x.shape), x)
+    x, y = torch.ones(2 * size, 4, device=device), torch.ones(2, 4, device=device)
+    alike(True, "reduce", sw.all_reduce, x[0, 0])
+    alike(True, "reduce", sw.all_reduce, x[:0])
+    for unusual in (x.T, torch.complex(x, x), x.to(torch.int16)):
+        alike(False, "reduce", sw.all_reduce, unusual)
+    alike(False, "scatter", sw.reduce_scatter_tensor, y, torch.complex(x, x).conj().imag)
+    for output, input in ((y.T, x), (y, x.T), (y, x[1:]), (y, x.double()), (y[:1], x)):
+        alike(False, "scatter", sw.reduce_scatter_tensor, output, input)
+        alike(False, "gather", sw.all_gather_into_tensor, input, output)
+    # Autograd is told.
+    for call, arguments in ((sw.all_reduce, (x,)), (sw.reduce_scatter_tensor, (y, x)), (sw.all_gather_into_tensor, (x, y))):
+        written = arguments[0]._version
+        call(*arguments)
+        assert arguments[0]._version == written + 1
+        with torch.inference_mode():
+            call(torch.zeros_like(arguments[0]), *arguments[1:])
+
+
+@needs_them
+def test_reductions_are_those_of_python(gloo):
+    gloo.run(reduced, "cpu")
 
 
 def disagreeing(rank, size):

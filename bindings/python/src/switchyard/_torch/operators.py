@@ -47,11 +47,13 @@ def _operators() -> Any:
 
 
 class Exchanges:
-    """Exchanges of a communicator, on the host or on one of its GPUs."""
+    """Exchanges, reductions and gathers of a communicator, on the host or on one of its GPUs."""
 
-    def __init__(self, comm: Communicator, place: int, device: int, call: Any) -> None:
-        self._comm, self._call = comm, call
-        self._about = array("q", (place, device, comm.size, comm.rank, SLICE))
+    def __init__(self, comm: Communicator, place: Any, device: int, found: Any) -> None:
+        self._comm, self._place, self._on_gpu = comm, place, device >= 0
+        self._call, self._reduce = found.all_to_all.default, found.reduce.default
+        self._scatter, self._gather = found.scatter.default, found.gather.default
+        self._about = array("q", (place._handle, device, comm.size, comm.rank, SLICE))
         self._address = self._about.buffer_info()[0]
 
     def make(self, output: Tensor, input: Tensor, received: Any, sent: Any) -> bool:
@@ -62,8 +64,28 @@ class Exchanges:
             return False
         if input.is_neg() or output.is_neg():  # torch would carry it out before
             return False
+        return self._made(output, input, self._call, output, input, received, sent)
+
+    def reduce(self, tensor: Tensor, kind: tuple[int, int]) -> bool:
+        """all_reduce, if nothing about it is unusual."""
+        return self._reduces(tensor, tensor) and self._made(tensor, None, self._reduce, tensor, *kind)
+
+    def scatter(self, output: Tensor, input: Tensor, kind: tuple[int, int]) -> bool:
+        """reduce_scatter_tensor, if nothing about it is unusual."""
+        return self._reduces(output, input) and self._made(output, input, self._scatter, output, input, *kind)
+
+    def gather(self, output: Tensor, input: Tensor) -> bool:
+        """all_gather_into_tensor, if nothing about it is unusual."""
+        return self._reduces(output, input) and self._made(output, input, self._gather, output, input)
+
+    def _reduces(self, output: Tensor, input: Tensor) -> bool:
+        """Whether the place is ready for reductions, and torch carries nothing out before."""
+        return (not self._on_gpu or self._place.reduces) and not (input.is_neg() or output.is_neg())
+
+    def _made(self, output: Tensor, input: Tensor | None, call: Any, *arguments: Any) -> bool:
+        """Make a call that writes output, if nothing about it is unusual."""
         try:
-            code = self._call(output, input, received, sent, self._address)
+            code = call(*arguments, self._address)
         except (RuntimeError, TypeError):  # torch knows no operator for such tensors or splits
             return False
         if code == UNUSUAL:
@@ -81,7 +103,7 @@ def exchanges(comm: Communicator, device: int) -> Exchanges | None:
         return None  # not yet
     if device not in comm._exchanges:
         found = None if comm.validate else _operators()
-        comm._exchanges[device] = found and Exchanges(comm, place._handle, device, found.all_to_all.default)
+        comm._exchanges[device] = found and Exchanges(comm, place, device, found)
     made: Exchanges | None = comm._exchanges[device]
     return made
 
