@@ -92,6 +92,15 @@ static bool numbers(torch_list list, size_t n, int64_t rows, int64_t *into)
 	return rows == 0;
 }
 
+static bool complex_numbers(const struct view *v)
+{
+	return v->dtype == aoti_torch_dtype_complex32() || v->dtype == aoti_torch_dtype_complex64() ||
+	       v->dtype == aoti_torch_dtype_complex128();
+}
+
+// The answer of an operator whose call may still be under way.
+static int64_t answer(int32_t code, uint64_t ticket) { return code == AGAIN ? (int64_t)(ticket << 8) | AGAIN : code; }
+
 static int64_t exchange(torch_tensor to, torch_tensor from, torch_list received, torch_list sent,
                         const struct switchyard_exchanges *at)
 {
@@ -104,9 +113,8 @@ static int64_t exchange(torch_tensor to, torch_tensor from, torch_list received,
 	int64_t row;
 	uint64_t stream, ticket = 0;
 	if (atomic_load(&forked) || at->Ranks > MOST_RANKS || !view_of(to, &out) || !view_of(from, &in) ||
-	    out.device != at->Device || in.device != at->Device || out.dtype != in.dtype ||
-	    in.dtype == aoti_torch_dtype_complex32() || in.dtype == aoti_torch_dtype_complex64() ||
-	    in.dtype == aoti_torch_dtype_complex128() || in.dim < 1 || in.dim != out.dim)
+	    out.device != at->Device || in.device != at->Device || out.dtype != in.dtype || complex_numbers(&in) ||
+	    in.dim < 1 || in.dim != out.dim)
 		return UNUSUAL;
 	row = (int64_t)aoti_torch_dtype_element_size(in.dtype);
 	for (int64_t i = 1; i < in.dim; i++)
@@ -129,7 +137,7 @@ static int64_t exchange(torch_tensor to, torch_tensor from, torch_list received,
 	shape.head.DstBytes = out.sizes[0] * row;
 	shape.head.SrcBytes = in.sizes[0] * row;
 	int32_t code = switchyard_all_to_all(at->Handle, stream, out.data, in.data, &shape.head, at->Wait, &ticket);
-	return code == AGAIN ? (int64_t)(ticket << 8) | AGAIN : code;
+	return answer(code, ticket);
 }
 
 // switchyard::all_to_all
@@ -143,6 +151,94 @@ static void all_to_all(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 	(void)aoti_torch_delete_tensor_object(from);
 	(void)torch_delete_list(received);
 	(void)torch_delete_list(sent);
+}
+
+// The memory of a reduction or a gather, and the stream that it is made on.
+struct collective {
+	void *to, *from;
+	int64_t to_bytes, from_bytes;
+	uint64_t stream;
+};
+
+static int64_t bytes_of(const struct view *v)
+{
+	uint64_t n = aoti_torch_dtype_element_size(v->dtype);
+	for (int64_t i = 0; i < v->dim; i++)
+		n *= (uint64_t)v->sizes[i];
+	return (int64_t)n;
+}
+
+static bool collective_of(torch_tensor to, torch_tensor from, const struct switchyard_exchanges *at,
+                          struct collective *c)
+{
+	struct view out, in;
+	if (atomic_load(&forked) || !view_of(to, &out) || !view_of(from, &in) || out.device != at->Device ||
+	    in.device != at->Device || out.dtype != in.dtype || complex_numbers(&in) ||
+	    !stream_of(at->Device, &c->stream))
+		return false;
+	c->to = out.data;
+	c->from = in.data;
+	c->to_bytes = bytes_of(&out);
+	c->from_bytes = bytes_of(&in);
+	return true;
+}
+
+// Whether one of two numbers of bytes is the other for each rank.
+static bool for_each(int64_t whole, int64_t part, const struct switchyard_exchanges *at)
+{
+	return whole % at->Ranks == 0 && whole / at->Ranks == part;
+}
+
+// switchyard::reduce
+static void reduce(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)inputs, (void)outputs;
+	torch_tensor x = (torch_tensor)stack[0];
+	const int64_t dtype = (int64_t)stack[1], op = (int64_t)stack[2];
+	const struct switchyard_exchanges *at = (const struct switchyard_exchanges *)stack[3];
+	struct collective c;
+	uint64_t ticket = 0;
+	int32_t code = UNUSUAL;
+	if (collective_of(x, x, at, &c))
+		code =
+		    switchyard_all_reduce(at->Handle, c.stream, c.to, c.from, c.to_bytes, dtype, op, at->Wait, &ticket);
+	stack[0] = (uint64_t)answer(code, ticket);
+	(void)aoti_torch_delete_tensor_object(x);
+}
+
+// switchyard::scatter
+static void scatter(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)inputs, (void)outputs;
+	torch_tensor to = (torch_tensor)stack[0], from = (torch_tensor)stack[1];
+	const int64_t dtype = (int64_t)stack[2], op = (int64_t)stack[3];
+	const struct switchyard_exchanges *at = (const struct switchyard_exchanges *)stack[4];
+	struct collective c;
+	uint64_t ticket = 0;
+	int32_t code = UNUSUAL;
+	if (collective_of(to, from, at, &c) && for_each(c.from_bytes, c.to_bytes, at))
+		code = switchyard_reduce_scatter(at->Handle, c.stream, c.to, c.to_bytes, c.from, c.from_bytes, dtype,
+		                                 op, at->Wait, &ticket);
+	stack[0] = (uint64_t)answer(code, ticket);
+	(void)aoti_torch_delete_tensor_object(to);
+	(void)aoti_torch_delete_tensor_object(from);
+}
+
+// switchyard::gather
+static void gather(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)inputs, (void)outputs;
+	torch_tensor to = (torch_tensor)stack[0], from = (torch_tensor)stack[1];
+	const struct switchyard_exchanges *at = (const struct switchyard_exchanges *)stack[2];
+	struct collective c;
+	uint64_t ticket = 0;
+	int32_t code = UNUSUAL;
+	if (collective_of(to, from, at, &c) && for_each(c.to_bytes, c.from_bytes, at))
+		code = switchyard_all_gather(at->Handle, c.stream, c.to, c.to_bytes, c.from, c.from_bytes, at->Wait,
+		                             &ticket);
+	stack[0] = (uint64_t)answer(code, ticket);
+	(void)aoti_torch_delete_tensor_object(to);
+	(void)aoti_torch_delete_tensor_object(from);
 }
 
 static void forget(void *data, void *hold)
@@ -264,6 +360,17 @@ struct way {
 	int64_t dispatches, handle, routing, tokens, came, weighting, release;
 };
 
+// How many rows for sums a tensor has, whatever its extents before the last are; -1 for one that has other things.
+static int64_t rows_in(const struct view *v, const struct switchyard_dispatches *d)
+{
+	uint64_t n = 1;
+	if (v->device != d->Device || v->dtype != types[d->SumType] || v->dim < 2 || v->sizes[v->dim - 1] != d->Hidden)
+		return -1;
+	for (int64_t i = 0; i < v->dim - 1; i++)
+		n *= (uint64_t)v->sizes[i];
+	return (int64_t)n;
+}
+
 static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct way *by, int64_t *code)
 {
 	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)(intptr_t)by->dispatches;
@@ -273,10 +380,10 @@ static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct 
 	torch_tensor y;
 	uint64_t stream, ticket = 0;
 	void *data;
+	int64_t n;
 	*code = UNUSUAL;
-	if (atomic_load(&forked) || !view_of(from, &rows) || rows.dim < 1 ||
-	    !is(&rows, d->Device, d->SumType, rows.sizes[0] == by->came ? by->came : d->MaxRows, d->Hidden) ||
-	    !aligned(&rows) || !stream_of(d->Device, &stream))
+	if (atomic_load(&forked) || !view_of(from, &rows) || (n = rows_in(&rows, d)) < 0 ||
+	    (n != by->came && n != d->MaxRows) || !aligned(&rows) || !stream_of(d->Device, &stream))
 		return undefined();
 	if (weights) {
 		if (!view_of(weights, &w) || !is(&w, d->Device, SWITCHYARD_FLOAT32, by->tokens, d->TopK))
@@ -292,14 +399,13 @@ static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct 
 	call.Y.Addr = (uint64_t)(uintptr_t)data;
 	call.Y.Bytes = by->tokens * d->SumBytes;
 	call.Rows.Addr = (uint64_t)(uintptr_t)rows.data;
-	call.Rows.Bytes = rows.sizes[0] * d->SumBytes;
+	call.Rows.Bytes = n * d->SumBytes;
 	call.Handle = (uint64_t)by->handle;
 	call.Routing = (uint64_t)by->routing;
 	call.Weighting = by->weighting;
 	call.Release = by->release;
-	*code = switchyard_combine(d->Handle, stream, &call, d->Device < 0 ? d->Wait : 0, &ticket);
-	if (*code == AGAIN)
-		*code |= (int64_t)(ticket << 8);
+	int32_t made = switchyard_combine(d->Handle, stream, &call, d->Device < 0 ? d->Wait : 0, &ticket);
+	*code = answer(made, ticket);
 	return y;
 }
 
@@ -328,6 +434,9 @@ static const struct {
 } OPERATORS[] = {
     {"all_to_all", "all_to_all(Tensor(a!) output, Tensor input, int[] received, int[] sent, int exchanges) -> int",
      all_to_all},
+    {"reduce", "reduce(Tensor(a!) tensor, int dtype, int op, int exchanges) -> int", reduce},
+    {"scatter", "scatter(Tensor(a!) output, Tensor input, int dtype, int op, int exchanges) -> int", scatter},
+    {"gather", "gather(Tensor(a!) output, Tensor input, int exchanges) -> int", gather},
     {"dispatch_rows", "dispatch_rows(Tensor x, Tensor experts, int dispatches) -> (Tensor, int[])", dispatch_rows},
     {"dispatch_weighted",
      "dispatch_weighted(Tensor x, Tensor experts, Tensor weights, int dispatches) -> (Tensor, int[])",

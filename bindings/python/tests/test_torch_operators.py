@@ -17,7 +17,8 @@ import switchyard as sw
 torch = pytest.importorskip("torch")
 
 from switchyard._core.native import library  # noqa: E402
-from switchyard._torch import operators  # noqa: E402
+from switchyard._torch import calls, operators  # noqa: E402
+from switchyard._torch.moe_bare import lease, numbers_of  # noqa: E402
 
 ABI = Path(__file__).resolve().parents[1] / "abi"
 #: torch from this version on has all that operators need.
@@ -148,6 +149,66 @@ def test_exchanges_are_those_of_python(gloo):
     gloo.run(exchanged, "cpu")
 
 
+def answers_of(call, output, *arguments):
+    """What a call leaves in an output, by operators and by Python, or its error."""
+    results = []
+    for how in (contextlib.nullcontext, by_python):
+        into = output.clone()
+        with how():
+            try:
+                assert call(into, *arguments) is None
+                results.append(into)
+            except (sw.Error, RuntimeError) as err:
+                results.append((type(err), str(err)))
+    return results
+
+
+def reduced(rank, size, device):
+    """Reductions and gathers of all types and operators, and of tensors that operators leave to Python."""
+    for call in (sw.all_reduce, lambda x: sw.all_gather_into_tensor(x.new_empty(size, *x.shape), x)):
+        call(torch.ones(2, device=device))  # the ranks have met, and a GPU is ready for reductions
+    made = operators.exchanges(sw.communicator(), torch.ones(1, device=device).get_device())
+    g = torch.Generator().manual_seed(rank)
+
+    def alike(served, name, call, output, *arguments):
+        with Counting(made, name) as counting:
+            one, other = answers_of(call, output, *arguments)
+        assert counting.served == served, (name, output.dtype, arguments)
+        if isinstance(one, tuple):
+            assert one == other
+        else:
+            assert torch.equal(*(t.flatten().view(torch.uint8) for t in (one, other))), (name, output.dtype)
+
+    for dtype in calls.DTYPE_NAMES:
+        x = torch.randint(-3, 4, (size, 3, 5), generator=g).to(dtype).to(device)
+        for op in ("sum", "avg", "min", "max", "prod", torch.distributed.ReduceOp.SUM):
+            if calls._KINDS[dtype, calls.op_name(op)] is not None:
+                alike(True, "reduce", sw.all_reduce, x, op)
+                alike(True, "scatter", sw.reduce_scatter_tensor, x[0], x, op)
+        alike(True, "gather", sw.all_gather_into_tensor, x.new_empty(size, *x.shape), x)
+    x, y = torch.ones(2 * size, 4, device=device), torch.ones(2, 4, device=device)
+    alike(True, "reduce", sw.all_reduce, x[0, 0])
+    alike(True, "reduce", sw.all_reduce, x[:0])
+    for unusual in (x.T, torch.complex(x, x), x.to(torch.int16)):
+        alike(False, "reduce", sw.all_reduce, unusual)
+    alike(False, "scatter", sw.reduce_scatter_tensor, y, torch.complex(x, x).conj().imag)
+    for output, input in ((y.T, x), (y, x.T), (y, x[1:]), (y, x.double()), (y[:1], x)):
+        alike(False, "scatter", sw.reduce_scatter_tensor, output, input)
+        alike(False, "gather", sw.all_gather_into_tensor, input, output)
+    # Autograd is told.
+    for call, arguments in ((sw.all_reduce, (x,)), (sw.reduce_scatter_tensor, (y, x)), (sw.all_gather_into_tensor, (x, y))):
+        written = arguments[0]._version
+        call(*arguments)
+        assert arguments[0]._version == written + 1
+        with torch.inference_mode():
+            call(torch.zeros_like(arguments[0]), *arguments[1:])
+
+
+@needs_them
+def test_reductions_are_those_of_python(gloo):
+    gloo.run(reduced, "cpu")
+
+
 def disagreeing(rank, size):
     """The error of the library itself, which comes while the operator waits."""
     x = torch.ones(2 + rank, 1 << 16)
@@ -247,7 +308,8 @@ def refused(rank, size, device):
     for arguments in wrong:
         refuse_alike(d, d.dispatch, *arguments)
     got = d.dispatch(x, idx, weights)
-    for rows in (got.rows[:, :4], got.rows.double(), got.rows[0], torch.zeros(d.max_rows + 1, 8, device=device)):
+    many = torch.zeros(d.max_rows + 1, 8, device=device)
+    for rows in (got.rows[:, :4], got.rows.double(), got.rows[0], got.rows[None], many):
         refuse_alike(d, d.combine, rows, got)
     # What operators convert no more than Python does: strides, types of indices, gradients.
     want = d.combine(got.rows, got)
@@ -276,6 +338,35 @@ def refused(rank, size, device):
 @needs_them
 def test_refusals_are_those_of_python(gloo):
     gloo.run(refused, "cpu")
+
+
+def told(rank, size, device):
+    """The numbers of a dispatch in memory of the caller."""
+    d = sw.Dispatcher(2 * size, 2, 128, max_tokens=16, layout="slab", dtype="bfloat16", device=device)
+    x, idx, weights = tokens(rank, d, 5 + rank, device)
+    got = d.dispatch(x, idx)  # the first call makes the operators known
+    known = [*map(list, (got.counts, got.offsets, got.rank_counts))]
+    got.release()
+    local, answers = len(d.local_experts), []
+    for how in (lambda d: Counting(d._operated, "dispatch"), by_python):
+        numbers, counts = numbers_of(d, x)
+        numbers.fill_(-1)
+        with how(d) as counting:
+            got = lease(d, x, idx, False, numbers)
+            assert counting is None or counting.served == 1
+        assert [part.tolist() for part in numbers.split([2, local, local + 1, size])[1:]] == known
+        assert counts.tolist() == known[0]
+        answers.append(d.combine(got.rows, got, token_weights=weights, release=True))
+    assert torch.equal(*answers)
+    room = numbers.new_empty(len(numbers) + 1)
+    for wrong in (numbers[:-1], room, room[1:]):
+        refuse_alike(d, lease, d, x, idx, False, wrong)
+    d.close()
+
+
+@needs_them
+def test_numbers_come_to_memory_of_the_caller(gloo):
+    gloo.run(told, "cpu")
 
 
 def many(rank, size, device):

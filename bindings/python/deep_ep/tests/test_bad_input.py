@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import os
 import re
+import time
 
 import pytest
+import switchyard
 import torch
 import torch.distributed as dist
 import world
 from layers import HIDDEN, applied, dispatched, routing, want
 from switchyard import errors
+from switchyard._core.native import library
 
 import deep_ep
 from deep_ep._leases import taken_up
@@ -344,23 +347,50 @@ def test_destroy_with_results_alive(gloo):
     gloo.run(early)
 
 
-def lost(rank, size):
-    """The last rank goes: the others' calls are errors that name it."""
-    buffer = deep_ep.Buffer(dist.group.WORLD)
-    with contextlib.suppress(errors.PeerLost):  # the death of the last rank may overtake others here
-        works(buffer, rank, size)
+def pools_of(*buffers):
+    """What the pools of the buffers' group have made."""
+    return [made for buffer in buffers for engine in buffer._engines.own.values() for made in engine.pool._made.values()]
+
+
+def lost(rank, size, folder, calls):
+    """The last rank goes, before calls of the others or while they destroy their buffers. Those calls are errors that name it,
+    and the buffers leave nothing open."""
+    switchyard.communicator()
+    before = library().live()
+    buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+    for call, of in ((works, buffer), (few_works, buffer), (elastic_works, elastic)):
+        call(of, rank, size)
+    x, idx, weights = routing(rank, size, 6)
+    few = buffer.low_latency_dispatch(x.bfloat16(), idx, MOST, 4 * size, use_fp8=False)
+    rows, *_, handle, _ = dispatched(buffer, x, idx, weights)
+    made = pools_of(buffer, elastic)
+    assert len(made) >= 2
+    (folder / str(rank)).touch()
     if rank == size - 1:
+        while any(not (folder / str(r)).exists() for r in range(size)):
+            time.sleep(0.01)
         os._exit(0)
-    with pytest.raises(errors.PeerLost, match=rf"rank {size - 1}\b") as caught:
+    for call, of in ((few_works, buffer), (works, buffer), (elastic_works, elastic)) if calls else ():
+        with pytest.raises(errors.PeerLost, match=rf"rank {size - 1}\b") as caught:
+            call(of, rank, size)
+        assert caught.value.rank == size - 1
+        del caught
+    elastic.destroy()
+    buffer.destroy()
+    assert all(each.closed and each.dispatcher._closed for each in made)
+    with pytest.raises(errors.Closed, match="this buffer was destroyed"):
         works(buffer, rank, size)
-    assert caught.value.rank == size - 1
+    del few, rows, handle, made
+    gc.collect()
+    assert library().live() == before
 
 
-def test_a_lost_rank(tmp_path):
+@pytest.mark.parametrize("calls", [True, False], ids=["calls", "destroys"])
+def test_a_lost_rank(tmp_path, calls):
     ranks = world.World(3, world.gloo, str(tmp_path / "store"))
     try:
         with pytest.raises(AssertionError) as caught:
-            ranks.run(lost)
+            ranks.run(lost, tmp_path, calls)
         assert str(caught.value) == "lost: rank 2 has ended"  # and the others saw what they should
     finally:
         ranks.close()

@@ -164,3 +164,34 @@ def inferred(rank, size):
 
 def test_inference_mode(pair):
     pair.run(inferred)
+
+
+def operated(rank, size):
+    """A pair without hooks is made by operators of torch, its counts too."""
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    x, idx, weights = routing(rank, size, MOST, 1)
+    x, served = x.bfloat16(), []
+    _, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, 4 * size, use_fp8=False)
+    made = handle.routing.made.dispatcher._operated
+
+    def noted(method):
+        def call(*arguments):
+            answer = method(*arguments)
+            served.append((method.__name__, answer is not None))
+            return answer
+
+        return call
+
+    made.dispatch, made.bring = noted(made.dispatch), noted(made.bring)
+    rows, again, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, 4 * size, use_fp8=False)
+    rows.mul_(factors(size).view(size, 4)[rank].bfloat16()[:, None, None])
+    y = buffer.low_latency_combine(rows, idx, weights, handle)[0]
+    assert served == [("dispatch", True), ("bring", True)]
+    assert torch.equal(again, counts)
+    torch.testing.assert_close(y.float(), want(x.float(), idx, weights, size), rtol=0.1, atol=0.1)
+    buffer.destroy()
+
+
+@pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11), reason="operators need torch 2.11")
+def test_pairs_are_operators(pair):
+    pair.run(operated)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
 import torch
 import torch.distributed as dist
-import world
 from layers import HIDDEN, applied, dispatched, routing, want
-from switchyard import errors
 
 import deep_ep
 from deep_ep import _pool
@@ -84,31 +79,3 @@ def last(rank, size):
 
 def test_the_last_destroy_gives_memory_back(gloo):
     gloo.run(last)
-
-
-def left(rank, size):
-    """destroy after the loss of a rank: all is closed, and the error names the rank."""
-    buffer = deep_ep.Buffer(dist.group.WORLD)
-    x, idx, weights = routing(rank, size, 6)
-    dispatched(buffer, x, idx, weights)
-    buffer.low_latency_dispatch(x.bfloat16(), idx, 6, 4 * size, use_fp8=False)
-    dist.barrier()
-    if rank == size - 1:
-        os._exit(0)
-    every = list(buffer._engines.of(CPU).pool._made.values())
-    assert len(every) == 2
-    with pytest.raises(errors.PeerLost, match=rf"rank {size - 1}\b"):
-        buffer.destroy()
-    assert [made.closed for made in every] == [True, True]
-    assert [made.dispatcher._closed for made in every] == [True, True]
-    buffer.destroy()
-
-
-def test_destroy_after_the_loss_of_a_rank(tmp_path):
-    ranks = world.World(3, world.gloo, str(tmp_path / "store"))
-    try:
-        with pytest.raises(AssertionError) as caught:
-            ranks.run(left)
-        assert str(caught.value) == "left: rank 2 has ended"  # and the others saw what they should
-    finally:
-        ranks.close()

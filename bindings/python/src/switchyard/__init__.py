@@ -132,7 +132,7 @@ def all_to_all_single(
 
     ``stream``, a ``torch.cuda.Stream`` or a CUstream, takes the place of the current stream, here and in the other calls.
     """
-    if stream is not None:
+    if stream is not None and not _sides.compiling():
         with _sides.on_stream(stream, output, input):
             return all_to_all_single(
                 output, input, output_split_sizes, input_split_sizes, group, async_op, peer_displs=peer_displs,
@@ -148,8 +148,11 @@ def all_to_all_single(
     if _sides.compiling():
         from . import torch as ours
 
-        if extra is not None:
-            raise errors.Unsupported("switchyard: peer_displs, max_sms, copy_sms and no_sms in a compiled graph")
+        if extra is not None or stream is not None:
+            return _sides.outside(
+                all_to_all_single, output, input, output_split_sizes, input_split_sizes, group, async_op,
+                peer_displs=peer_displs, max_sms=max_sms, copy_sms=copy_sms, no_sms=no_sms, stream=stream,
+            )  # fmt: skip
         return ours._compiled_all_to_all(output, input, output_split_sizes, input_split_sizes, group, async_op)
     if _sides.is_tensor(input) or _sides.is_tensor(output):
         return _sides.tensor_calls().all_to_all_single(
@@ -180,12 +183,14 @@ def all_reduce(
     op is a ``torch.distributed.ReduceOp`` or one of "sum", "avg", "min", "max" and "prod". Sums of 16-bit and 8-bit
     floats are made in float32.
     """
-    if stream is not None:
+    if stream is not None and not _sides.compiling():
         with _sides.on_stream(stream, tensor):
             return all_reduce(tensor, op, group, async_op)
     if _sides.compiling():
         from . import torch as ours
 
+        if stream is not None or not ours._is_operator(op):
+            return _sides.outside(all_reduce, tensor, op, group, async_op, stream=stream)
         return ours._compiled_all_reduce(tensor, op, group, async_op)
     if _sides.is_tensor(tensor):
         return _sides.tensor_calls().all_reduce(tensor, op, group, async_op)
@@ -196,12 +201,14 @@ def reduce_scatter_tensor(
     output: Memory, input: Memory, op: Op = "sum", group: Group = None, async_op: bool = False, *, stream: Stream = None
 ) -> Any:
     """Combine the ranks' inputs element by element and leave slice r of the result in rank r's output."""
-    if stream is not None:
+    if stream is not None and not _sides.compiling():
         with _sides.on_stream(stream, output, input):
             return reduce_scatter_tensor(output, input, op, group, async_op)
     if _sides.compiling():
         from . import torch as ours
 
+        if stream is not None or not ours._is_operator(op):
+            return _sides.outside(reduce_scatter_tensor, output, input, op, group, async_op, stream=stream)
         return ours._compiled_reduce_scatter(output, input, op, group, async_op)
     if _sides.is_tensor(input) or _sides.is_tensor(output):
         return _sides.tensor_calls().reduce_scatter_tensor(output, input, op, group, async_op)
@@ -212,12 +219,14 @@ def all_gather_into_tensor(
     output_tensor: Memory, input_tensor: Memory, group: Group = None, async_op: bool = False, *, stream: Stream = None
 ) -> Any:
     """Put rank r's input into slice r of every rank's output."""
-    if stream is not None:
+    if stream is not None and not _sides.compiling():
         with _sides.on_stream(stream, output_tensor, input_tensor):
             return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     if _sides.compiling():
         from . import torch as ours
 
+        if stream is not None:
+            return _sides.outside(all_gather_into_tensor, output_tensor, input_tensor, group, async_op, stream=stream)
         return ours._compiled_all_gather(output_tensor, input_tensor, group, async_op)
     if _sides.is_tensor(input_tensor) or _sides.is_tensor(output_tensor):
         return _sides.tensor_calls().all_gather_into_tensor(output_tensor, input_tensor, group, async_op)

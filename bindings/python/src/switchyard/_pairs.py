@@ -71,6 +71,9 @@ def batch_isend_irecv(p2p_op_list: Sequence[Any], *, stream: Stream = None) -> l
         if not _sides.same(op.group, ops[0].group):
             raise errors.InvalidArgument(f"switchyard: p2p_op_list[{i}] is of another group than the first")
     if stream is not None:
+        if _sides.compiling():
+            made: list[Any] = _sides.outside(batch_isend_irecv, ops, stream=stream)
+            return made
         with _sides.on_stream(stream, *(op.tensor for op in ops)):
             return batch_isend_irecv(ops)
     if any(_sides.is_tensor(op.tensor) for op in ops):
@@ -109,6 +112,8 @@ def wait(src: int, semaphore: int = 0, group: Group = None, *, device: Device = 
 
 def _one(receive: bool, tensor: Any, peer: Any, group: Any, tag: Any, async_op: bool, stream: Any) -> Any:
     if stream is not None:
+        if _sides.compiling():
+            return _sides.outside(_one, receive, tensor, peer, group, tag, async_op, stream)
         with _sides.on_stream(stream, tensor):
             return _one(receive, tensor, peer, group, tag, async_op, None)
     if _sides.is_tensor(tensor):

@@ -20,7 +20,7 @@ def all_to_all_by_plan(output: Memory, input: Memory, group: Group = None, async
     all-to-alls, :class:`switchyard.errors.Unsupported` says so on every rank, and :func:`all_to_all_single` is the way.
     """
     if _sides.compiling():
-        raise errors.Unsupported("switchyard: all_to_all_by_plan in a compiled graph")
+        return _sides.outside(all_to_all_by_plan, output, input, group, async_op)
     if _sides.is_tensor(input) or _sides.is_tensor(output):
         return _sides.tensor_plans().all_to_all_by_plan(output, input, group, async_op)
     return _sides.array_plans().all_to_all_by_plan(output, input, _sides.communicator(group), async_op)

@@ -26,10 +26,15 @@ def compiling() -> bool:
     return torch is not None and torch.compiler.is_compiling()
 
 
+def outside(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Make a call that is no operator, on the way into a graph of torch.compile, which ends before it."""
+    from ._torch import compiler
+
+    return compiler.outside(call, *arguments, **named)
+
+
 def on_stream(stream: Any, *tensors: Any) -> AbstractContextManager[None]:
     """Have another stream of CUDA than the current one be it, for a call that uses tensors."""
-    if compiling():
-        raise errors.Unsupported("switchyard: stream in a compiled graph")
     if not all(map(is_tensor, tensors)):
         raise errors.InvalidArgument(f"switchyard: stream is {stream!r}: streams are for CUDA tensors")
     found: AbstractContextManager[None] = tensor_calls().cuda.on_stream(stream, *tensors)

@@ -281,6 +281,11 @@ def average_hook(group, bucket):  # type: ignore[no-untyped-def]  # torch wants 
     return work.get_future().then(lambda done: done.value()[0])
 
 
+def _is_operator(op: Any) -> bool:
+    """Whether reductions by an operator, which may be given by name, are in compiled graphs."""
+    return calls.op_name(op) in OPS
+
+
 def _op(op: Any) -> str:
     name = calls.op_name(op)
     if name not in OPS:

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from switchyard._core.arguments import Bound
+from switchyard._torch.compiler import uncompiled_methods
 from torch import Tensor
 
 from ._results import Result
 from ._routings import Routing, ranks_of
 
 
+@uncompiled_methods
 class Parts(Bound):
     """A sequence whose parts are made once, when they are read."""
 
@@ -39,6 +41,7 @@ class Parts(Bound):
         raise NotImplementedError
 
 
+@uncompiled_methods
 class Handle(Parts):
     """The handle of Buffer.dispatch: rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, recv_src_idx,
     is_token_in_rank, send_head.
@@ -75,6 +78,7 @@ def places(inside: Tensor) -> Tensor:
     return torch.where(inside, inside.cumsum(0) - 1, -1).to(torch.int32)
 
 
+@uncompiled_methods
 class FewHandle(Parts):
     """The handle of Buffer.low_latency_dispatch: src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts.
 

@@ -75,11 +75,14 @@ class Pool:
         return made
 
     def close(self) -> None:
-        """Give all dispatchers back that no graph holds, also behind one that cannot be closed since a rank is lost."""
+        """Give all dispatchers back that no graph holds, also behind one that cannot be closed. The loss of a rank is no error
+        here: whether a dispatcher hears of it while it is closed depends on the moment, and its memory is given back anyway."""
         failed: Optional[errors.Error] = None
         for key in list(self._made):
             try:
                 self._drop(key)
+            except errors.PeerLost:
+                pass
             except errors.Error as error:
                 failed = failed or error
         if failed is not None:

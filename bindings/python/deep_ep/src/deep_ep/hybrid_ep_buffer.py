@@ -9,6 +9,7 @@ from typing import Any, Optional
 import torch
 from switchyard import errors
 from switchyard._core.arguments import Bound
+from switchyard._torch.compiler import uncompiled_methods
 from torch import Tensor
 
 from . import _checks as checks
@@ -35,6 +36,7 @@ def indices_to_map(
     return chosen, probs[:, :num_of_experts]
 
 
+@uncompiled_methods
 class HybridHandle(Parts):
     """Where the tokens of a dispatch went: a sequence of 11 parts. Number 7 are the rows of each local expert without padding,
     8 the tokens of this rank, and 10 a word that is not 0 where rows were dropped. The others are None.
@@ -70,6 +72,7 @@ class HybridHandle(Parts):
         return self.slots, self.found, self.routing.kept.memory
 
 
+@uncompiled_methods
 class HybridEPBuffer(Bound):
     """Dispatch and combine for a group of ranks, with rows by expert. Memory is taken by calls, as they need it, together with
     all ranks."""

@@ -289,13 +289,16 @@ class Dispatched(Bound):
         self._weights, self._parts = weights, parts
         self._tokens = tokens
         self._half = False
-        self._handle: Any = None  # in a compiled graph: a tensor that holds the output
 
     def __getattr__(self, name: str) -> Any:
         if name != "rows" or self._output is None:
             raise AttributeError(name)
         self.rows = rows = self._side.rows(self._output)
         return rows
+
+    def _given(self) -> Any:
+        """The output, for a call."""
+        return self._output
 
     def _part(self, name: str) -> Any:
         part = self._parts.get(name)
@@ -361,9 +364,8 @@ class Dispatched(Bound):
     def host_counts(self) -> HostCounts:
         """How many rows came, for the host. On a GPU it waits until the ranks have told each other, not for the rows, and needs
         a dispatcher with ``host_counts=True``; a dispatch in a graph has those of its latest replay."""
-        if self._output is None:
-            raise errors.Unsupported("switchyard: host_counts in a compiled graph")
-        return self._output.counts or self._output.host()
+        output = self._given()
+        return output.counts or output.host()
 
     @property
     def num_rows(self) -> int:
@@ -387,8 +389,7 @@ class Dispatched(Bound):
         been given back. No other rank takes part. On a GPU the copy is enqueued on the current stream, and a graph can
         capture it. ``host_counts`` of what goes by it are those of this call: where there are some the host waits for them,
         except while a graph is captured."""
-        if self._output is None:
-            raise errors.Unsupported("switchyard: keep in a compiled graph")
+        self._given()
         return self._dispatcher._keep(self)
 
     def take(self, length: int | None = None) -> Result:
@@ -399,8 +400,7 @@ class Dispatched(Bound):
         ``length`` is how many rows ``rows``, ``scales``, ``indices``, ``row_weights`` and ``sources`` have. If more came the
         first are there; if fewer, ``indices`` have -1 and ``row_weights`` 0 behind the last, and the others are undefined
         there. ``None``: as many as came where :meth:`host_counts` says, for which the host waits, else all that could come."""
-        if self._output is None:
-            raise errors.Unsupported("switchyard: take in a compiled graph")
+        self._given()
         return self._dispatcher._take(self, length)
 
     def wait(self) -> Dispatched:

@@ -18,6 +18,7 @@ from .._core.dtypes import reduction
 from .._core.places import Gpu
 from .._core.splits import Shapes
 from . import cuda, fallback, operators
+from .compiler import uncompiled
 from .groups import Submission, communicator, find, group_of, process_group
 from .profile import profiled, span
 from .tensors import PLAIN, into, is_tensor, readable, real, same_dtype, splittable, writable, written
@@ -113,6 +114,15 @@ def _coalescing(pg: Any) -> bool:
     return pg is not None and bool(c10d._world.pg_coalesce_state)
 
 
+def _operators(group: Any, x: Tensor) -> operators.Exchanges | None:
+    """The calls of a group that are operators, on the device of a tensor."""
+    comm = None if profiled() else find(group)[0]
+    if comm is None:
+        return None
+    made: operators.Exchanges | None = comm._exchanges.get(x.get_device()) or operators.exchanges(comm, x.get_device())
+    return made
+
+
 def gpu_for(group: Any, output: Tensor, input: Tensor) -> Gpu | None:
     """The end of the group's communicator on the GPU of tensors that are on one; None where torch has to do the work."""
     comm = communicator(group)
@@ -191,12 +201,10 @@ def all_to_all_single(
         return None
     if isinstance(input, Tensor) and input.requires_grad:
         hint_gradient("all_to_all_single", input)
-    if type(output) is Tensor and type(input) is Tensor and extra is None and not async_op and not profiled():
-        comm = find(group)[0]  # what is asked most, soonest
-        if comm is not None:
-            made = comm._exchanges.get(input.get_device()) or operators.exchanges(comm, input.get_device())
-            if made is not None and made.make(output, input, output_split_sizes, input_split_sizes):
-                return None
+    if type(output) is Tensor and type(input) is Tensor and extra is None and not async_op:
+        made = _operators(group, input)
+        if made is not None and made.make(output, input, output_split_sizes, input_split_sizes):
+            return None  # what is asked most, soonest
     if cuda.ours(output, input):
         gpu = gpu_for(group, output, input)
         if gpu is None:
@@ -269,6 +277,11 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
         return None
     hint_gradient("all_reduce", tensor)
     how = op_name(op)
+    if type(tensor) is Tensor and not async_op and not c10d._world.pg_coalesce_state:
+        soon = _KINDS.get((tensor.dtype, how))
+        made = _operators(group, tensor) if soon else None
+        if soon and made is not None and made.reduce(tensor, soon):
+            return None  # what is asked most, soonest
 
     def torchs(pg: Any) -> Any:
         return fallback.in_rows(dist.all_reduce, "b", (tensor, _torch_op(op), pg, async_op))
@@ -337,6 +350,11 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
         return None
     hint_gradient("reduce_scatter_tensor", input)
     how = op_name(op)
+    if type(output) is Tensor and type(input) is Tensor and not async_op and not c10d._world.pg_coalesce_state:
+        soon = _KINDS.get((input.dtype, how))
+        made = _operators(group, input) if soon else None
+        if soon and made is not None and made.scatter(output, input, soon):
+            return None  # what is asked most, soonest
     refuse_gloos(group, "reduce_scatter_tensor", input, how)
     kind = kind_of(input, how)
 
@@ -382,6 +400,10 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
     if _outside(group, "all_gather_into_tensor"):
         return None
     hint_gradient("all_gather_into_tensor", input)
+    if type(output) is Tensor and type(input) is Tensor and not async_op and not c10d._world.pg_coalesce_state:
+        made = _operators(group, input)
+        if made is not None and made.gather(output, input):
+            return None  # what is asked most, soonest
 
     def torchs(pg: Any) -> Any:
         return fallback.in_rows(dist.all_gather_into_tensor, "wr", (output, input, pg, async_op))
@@ -416,6 +438,7 @@ def gather(ranks: int, output: Tensor, input: Tensor) -> Submission:
     return Communicator._all_gather, arguments, back
 
 
+@uncompiled
 def barrier(group: Any, async_op: bool, device_ids: Any = None) -> Any:
     if _outside(group, "barrier"):
         return None

@@ -26,11 +26,16 @@ from .._core.dispatched import (
 )
 from .._core.dispatcher import Calls
 from .._once import once
+from .compiler import uncompiled, uncompiled_methods
 from .operators import dispatches
 from .profile import named
 from .tensors import description, tensor_on, written
 
+for _call in (Dispatched.host_counts, Dispatched.keep, Dispatched.take, Calls._receive, Calls._route):
+    uncompiled(_call)
 
+
+@uncompiled_methods
 class Kinds:
     """A dispatcher in torch's words."""
 
@@ -274,8 +279,9 @@ def dispatch_backward(
 
 def tokens_gradient(d: Calls, d_rows: Tensor, dispatched: Dispatched) -> Tensor:
     d_rows = _rows(d, "d_rows", d_rows, kinds(d).sum)
-    d._check_length("d_rows", d_rows.shape[0], dispatched._output)
-    return dispatch_backward(d, d_rows, None, dispatched._output.alive(), dispatched.tokens)[0]
+    output = dispatched._given()
+    d._check_length("d_rows", d_rows.shape[0], output)
+    return dispatch_backward(d, d_rows, None, output.alive(), dispatched.tokens)[0]
 
 
 def _recorded(d: Calls, x: Tensor, weights: Tensor | None, send: Callable[[], Output]) -> Dispatched:
@@ -317,7 +323,7 @@ def redispatch(d: Calls, x: Tensor, dispatched: Dispatched, scales: Any, async_o
     x = _rows(d, "x", x, kinds(d).token)
     if x.shape[0] != dispatched.tokens:
         raise errors.InvalidArgument(f"switchyard: x has {x.shape[0]} tokens, the dispatch had {dispatched.tokens}")
-    output = dispatched._output
+    output = dispatched._given()
 
     def send() -> Output:
         d._redispatch(x.data_ptr(), _scales_of(d, scales, x), output, x.shape[0], async_op, (x, scales))
@@ -392,7 +398,7 @@ def combine(
     weighting = d._weighting(weights, weighted, token_weights)
     k = kinds(d)
     rows = _rows(d, "rows", rows, k.sum)
-    way: Output | Routing = dispatched if isinstance(dispatched, Routing) else dispatched._output
+    way: Output | Routing = dispatched if isinstance(dispatched, Routing) else dispatched._given()
     tokens, by_choice = dispatched.tokens, dispatched._weights
     n = rows.shape[0]
     if n != d.max_rows:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from .._core.dispatched import DISPATCHED, GIVEN, PARTS, UNWEIGHTED, Combining, Dispatched, biases_of, named
+from .._core.dispatched import DISPATCHED, GIVEN, PARTS, UNWEIGHTED, Combining, Dispatched, Output, biases_of, named
 from .._core.dispatcher import Calls
 from . import moe
+from .compiler import outside
 from .moe import kinds
 
 # Behind the rows and the handle: what a dispatch has besides, empty where it has not.
@@ -165,6 +166,36 @@ def _(dy, rows, given, handle, weighting, dispatcher):  # type: ignore[no-untype
 # The methods of a dispatcher in a compiled graph. Halves are made as one: the compiler orders calls by itself.
 
 
+class _Held(Output):
+    """An output that a tensor holds."""
+
+    __slots__ = ("_token",)
+
+    def __init__(self, d: Calls, token: Tensor) -> None:
+        super().__init__(d, int(token[0]), 0, None, token.data_ptr())
+        self._token = token
+
+    def __del__(self) -> None:
+        """The tensor gives it back."""
+
+
+class Compiled(Dispatched):
+    """A dispatch in a compiled graph, where a tensor holds its output. A call outside of the graph makes one of that."""
+
+    _dispatcher: Any
+    _handle: Tensor
+
+    def _given(self) -> Output:
+        if self._output is None:
+            self._side, self._output = kinds(self._dispatcher), _Held(self._dispatcher, self._handle)
+        return self._output
+
+    def release(self) -> None:
+        if not torch.compiler.is_compiling():  # in a graph it goes with the last tensor on it
+            self._given()
+            super().release()
+
+
 def dispatch(
     d: Calls, x: Tensor, idx: Tensor, weights: Tensor | None, scales: Tensor | None, async_op: bool
 ) -> Dispatched:
@@ -173,23 +204,25 @@ def dispatch(
     if weights is not None and weights.dtype is not torch.float32:
         weights = weights.to(torch.float32)
     rows, handle, *others = torch.ops.switchyard.dispatch(x, scales, idx, weights, d.name)
-    got = Dispatched(d, None, None, x.shape[0], weights, dict(zip(_OTHERS, others)))
+    got = Compiled(d, None, None, x.shape[0], weights, dict(zip(_OTHERS, others)))
     got.rows, got._handle = rows, handle
     return got
 
 
-def redispatch(d: Calls, x: Tensor, dispatched: Dispatched, scales: Tensor | None, async_op: bool) -> Dispatched:
-    raise errors.Unsupported("switchyard: redispatch in a compiled graph")
+def redispatch(d: Any, x: Tensor, dispatched: Dispatched, scales: Tensor | None, async_op: bool) -> Dispatched:
+    return outside(d.redispatch, x, dispatched, scales=scales, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def combine(
-    d: Calls, rows: Tensor, dispatched: Dispatched, weights: Tensor | None, weighted: bool, token_weights: Any, bias: Any,
+    d: Any, rows: Tensor, dispatched: Dispatched, weights: Tensor | None, weighted: bool, token_weights: Any, bias: Any,
     sum_weights: bool, ready: Any, out: Any, release: bool, async_op: bool,
 ) -> Any:  # fmt: skip
-    if getattr(dispatched, "_handle", None) is None:
-        raise errors.Unsupported("switchyard: combine in a compiled graph, of a dispatch outside")
-    if sum_weights or token_weights is not None or ready is not None or out is not None or release:
-        raise errors.Unsupported("switchyard: combine: token_weights, sum_weights, ready, out and release in a compiled graph")
+    rare = sum_weights or token_weights is not None or ready is not None or out is not None or release
+    if rare or not isinstance(dispatched, Compiled):
+        return outside(
+            d.combine, rows, dispatched, weights=weights, weighted=weighted, token_weights=token_weights, bias=bias,
+            sum_weights=sum_weights, ready=ready, out=out, release=release, async_op=async_op,
+        )  # fmt: skip
     weighting = d._weighting(weights, weighted, None)
     first, second = (*biases_of(bias), None, None)[:2]
     by_choice = dispatched._weights if weighting == DISPATCHED else None

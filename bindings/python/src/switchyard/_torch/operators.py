@@ -27,6 +27,7 @@ from .._core.dispatched import (
     counts_of,
 )
 from .._core.native import AGAIN, SLICE, library
+from .compiler import uncompiled
 from .profile import profiled
 from .tensors import written
 
@@ -46,11 +47,13 @@ def _operators() -> Any:
 
 
 class Exchanges:
-    """Exchanges of a communicator, on the host or on one of its GPUs."""
+    """Exchanges, reductions and gathers of a communicator, on the host or on one of its GPUs."""
 
-    def __init__(self, comm: Communicator, place: int, device: int, call: Any) -> None:
-        self._comm, self._call = comm, call
-        self._about = array("q", (place, device, comm.size, comm.rank, SLICE))
+    def __init__(self, comm: Communicator, place: Any, device: int, found: Any) -> None:
+        self._comm, self._place, self._on_gpu = comm, place, device >= 0
+        self._call, self._reduce = found.all_to_all.default, found.reduce.default
+        self._scatter, self._gather = found.scatter.default, found.gather.default
+        self._about = array("q", (place._handle, device, comm.size, comm.rank, SLICE))
         self._address = self._about.buffer_info()[0]
 
     def make(self, output: Tensor, input: Tensor, received: Any, sent: Any) -> bool:
@@ -61,8 +64,28 @@ class Exchanges:
             return False
         if input.is_neg() or output.is_neg():  # torch would carry it out before
             return False
+        return self._made(output, input, self._call, output, input, received, sent)
+
+    def reduce(self, tensor: Tensor, kind: tuple[int, int]) -> bool:
+        """all_reduce, if nothing about it is unusual."""
+        return self._reduces(tensor, tensor) and self._made(tensor, None, self._reduce, tensor, *kind)
+
+    def scatter(self, output: Tensor, input: Tensor, kind: tuple[int, int]) -> bool:
+        """reduce_scatter_tensor, if nothing about it is unusual."""
+        return self._reduces(output, input) and self._made(output, input, self._scatter, output, input, *kind)
+
+    def gather(self, output: Tensor, input: Tensor) -> bool:
+        """all_gather_into_tensor, if nothing about it is unusual."""
+        return self._reduces(output, input) and self._made(output, input, self._gather, output, input)
+
+    def _reduces(self, output: Tensor, input: Tensor) -> bool:
+        """Whether the place is ready for reductions, and torch carries nothing out before."""
+        return (not self._on_gpu or self._place.reduces) and not (input.is_neg() or output.is_neg())
+
+    def _made(self, output: Tensor, input: Tensor | None, call: Any, *arguments: Any) -> bool:
+        """Make a call that writes output, if nothing about it is unusual."""
         try:
-            code = self._call(output, input, received, sent, self._address)
+            code = call(*arguments, self._address)
         except (RuntimeError, TypeError):  # torch knows no operator for such tensors or splits
             return False
         if code == UNUSUAL:
@@ -80,7 +103,7 @@ def exchanges(comm: Communicator, device: int) -> Exchanges | None:
         return None  # not yet
     if device not in comm._exchanges:
         found = None if comm.validate else _operators()
-        comm._exchanges[device] = found and Exchanges(comm, place._handle, device, found.all_to_all.default)
+        comm._exchanges[device] = found and Exchanges(comm, place, device, found)
     made: Exchanges | None = comm._exchanges[device]
     return made
 
@@ -101,6 +124,7 @@ class Dispatches:
         self._about = array("q", (*shape, *types, *sizes, numbers, SLICE))
         self._address = self._about.buffer_info()[0]
 
+    @uncompiled
     def dispatch(self, x: Tensor, idx: Tensor, weights: Tensor | None, numbers: Tensor | None = None) -> Dispatched | None:
         """A dispatch, if nothing about it is unusual. One without weights may leave its numbers in memory of the caller."""
         d = self._dispatcher
@@ -155,12 +179,13 @@ class Dispatches:
         experts, ranks = self._experts, self._ranks
         return HostCounts(made[5], made[6 : 6 + experts], made[6 + experts : -ranks], made[-ranks:])
 
+    @uncompiled
     def combine(
         self, rows: Tensor, way: Dispatched | Routing, weighted: bool, token_weights: Tensor | None, release: bool
     ) -> Tensor | None:
         """A combine with the weights of the dispatch or of tokens, if nothing about it is unusual."""
         d = self._dispatcher
-        if type(way) not in (Dispatched, Routing) or way._dispatcher is not d:
+        if type(way) not in (Dispatched, Routing) or way._dispatcher is not d or type(rows) is not Tensor or rows.dim() != 2:
             return None
         weighting = UNWEIGHTED if d.by_token or not weighted else DISPATCHED
         if token_weights is not None:
@@ -172,10 +197,11 @@ class Dispatches:
         counts = way.counts if isinstance(way, Routing) else way._output and way._output.counts
         return self.bring(rows, way, -1 if counts is None else counts.rows, weighting, token_weights, release)
 
+    @uncompiled
     def bring(
         self, rows: Tensor, way: Dispatched | Routing, came: int, weighting: int, token_weights: Tensor | None, release: bool
     ) -> Tensor | None:
-        """A combine of as many rows as came, or as there is room for."""
+        """A combine of as many rows as came, or as there is room for, with any extents before the last."""
         if profiled() or type(rows) is not Tensor or (token_weights is not None and type(token_weights) is not Tensor):
             return None
         if torch.is_grad_enabled() and (rows.requires_grad or (token_weights is not None and token_weights.requires_grad)):
@@ -208,9 +234,6 @@ class Dispatches:
         if output is not None and release:
             output.released = True
         return y  # type: ignore[no-any-return]
-
-    # torch's compiler ends a graph before them: torch.compiler.disable sets this too, but wraps each call.
-    dispatch._torchdynamo_disable = bring._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def dispatches(d: Calls) -> Dispatches | None:

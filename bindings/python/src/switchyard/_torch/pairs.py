@@ -14,6 +14,7 @@ from .._core import pairs
 from .._core.comm import Communicator
 from .._core.places import Gpu
 from . import calls, cuda, fallback
+from .compiler import uncompiled
 from .groups import Submission, communicator, process_group
 from .profile import named
 from .tensors import contiguous, is_tensor, readable, real, writable, written
@@ -99,6 +100,7 @@ def _start(comm: Communicator, ops: list[tuple[bool, Tensor, Any, Any]], async_o
 
 
 @named("message")
+@uncompiled
 def message(receive: bool, tensor: Tensor, peer: Any, group: Any, tag: Any, async_op: bool) -> Any:
     name = ("i" if async_op else "") + ("recv" if receive else "send")
     is_tensor(tensor, "tensor")
@@ -119,6 +121,7 @@ def message(receive: bool, tensor: Tensor, peer: Any, group: Any, tag: Any, asyn
 
 
 @named("batch_isend_irecv")
+@uncompiled
 def batch(ops: list[Any]) -> Any:
     group = ops[0].group
     for i, op in enumerate(ops):
@@ -153,6 +156,7 @@ class _TorchBatch:
         return all(each.is_completed() for each in self._work)
 
 
+@uncompiled
 def move(kind: str, tensor: Tensor, at: Tensor, peer: Any, group: Any, stream: Any) -> None:
     is_tensor(tensor, "tensor")
     is_tensor(at, "at")
@@ -185,6 +189,7 @@ def _transfer(comm: Communicator, kind: str, peer: Any, tensor: Tensor, at: Tens
     return call
 
 
+@uncompiled
 def flag_on_gpu(kind: str, peer: Any, semaphore: Any, group: Any, device: Any, stream: Any) -> None:
     gpu = calls.gpu(group, device)
     call = pairs.semaphore_call(gpu._comm, kind, peer_of(group, peer), semaphore)

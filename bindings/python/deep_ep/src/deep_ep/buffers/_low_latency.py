@@ -8,6 +8,7 @@ from typing import Any, Callable, Optional
 import torch
 from switchyard import errors
 from switchyard._core.arguments import Bound
+from switchyard._torch.compiler import uncompiled, uncompiled_methods
 from torch import Tensor
 
 from .. import _checks as checks
@@ -22,6 +23,7 @@ from ..utils.sizes import ALIGNMENT, align
 Hook = Optional[Callable[[], Any]]
 
 
+@uncompiled_methods
 class FewTokens(Bound):
     """Dispatch and combine of few tokens. Two results can be held at a time: later ones take their memory."""
 
@@ -202,6 +204,7 @@ class FewTokens(Bound):
         raise NotImplementedError("deep_ep: low_latency_clean_mask_buffer: enable_shrink is not supported")
 
 
+@uncompiled
 def _receive_rows(got: Any, counts: Tensor, stats: Optional[Tensor]) -> None:
     """End a dispatch, which writes the counts."""
     got.wait()
@@ -209,6 +212,7 @@ def _receive_rows(got: Any, counts: Tensor, stats: Optional[Tensor]) -> None:
         stats.add_(counts)
 
 
+@uncompiled
 def _receive(engine: Any, combining: Any, into: Tensor) -> None:
     """End a combine."""
     y = engine.ended(combining)

@@ -8,6 +8,7 @@ from typing import Any, Optional
 import torch
 from switchyard import errors
 from switchyard._core.arguments import Bound
+from switchyard._torch.compiler import uncompiled_methods
 from torch import Tensor
 
 from .. import _checks as checks
@@ -22,6 +23,7 @@ from . import _expand, _in_order
 from .legacy import checked
 
 
+@uncompiled_methods
 class EPHandle(Bound):
     """Where the tokens of a dispatch went, and what this rank got.
 
@@ -114,6 +116,7 @@ class EPHandle(Bound):
         return torch.where(idx < 0, -1, places(inside).gather(1, rank))
 
 
+@uncompiled_methods
 class ElasticBuffer(Bound):
     """Dispatch and combine for a group of ranks. Memory is taken by calls, as they need it, together with all ranks."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn, Optional, Union
 
 import torch
+from switchyard._torch.compiler import uncompiled_methods
 from torch import Tensor
 
 from ..utils.event import EventOverlap
@@ -12,6 +13,7 @@ from .allocator import BufferAllocator
 from .elastic import ElasticBuffer, EPHandle, _refused
 
 
+@uncompiled_methods
 class EPBuffer(ElasticBuffer):
     """Dispatch and combine for a group of ranks. Memory is taken by calls, as they need it, together with all ranks."""
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from switchyard import errors
+from switchyard._torch.compiler import uncompiled_methods
 from torch import Tensor
 
 from .. import _checks as checks
@@ -37,6 +38,7 @@ class Config(NamedTuple):
         return 0
 
 
+@uncompiled_methods
 class Buffer(FewTokens):
     """Dispatch and combine for a group of ranks. Memory is taken by calls, as they need it, together with all ranks."""
 

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
+from switchyard._torch.compiler import uncompiled_methods
 
 
+@uncompiled_methods
 class EventHandle:
     """The current stream at this moment. It keeps tensors alive for as long as it lives."""
 
@@ -24,6 +26,7 @@ class EventHandle:
             torch.cuda.current_stream().wait_event(self._event)
 
 
+@uncompiled_methods
 class EventOverlap:
     """An event, or none, with what is to happen once it was waited for."""
 
