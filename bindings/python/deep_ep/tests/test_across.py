@@ -115,7 +115,7 @@ def test_a_lost_rank(tmp_path):
     ranks = world.World(4, world.two_hosts, str(tmp_path / "store"))
     try:
         with pytest.raises(AssertionError) as caught:
-            ranks.run(test_bad_input.lost)
+            ranks.run(test_bad_input.lost, tmp_path, True)
         assert str(caught.value) == "lost: rank 3 has ended"  # and the others saw what they should
     finally:
         ranks.close()
