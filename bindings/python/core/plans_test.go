@@ -120,6 +120,28 @@ func TestRegisteredExchanges(t *testing.T) {
 	require.ErrorContains(t, o.CheckAlgorithms(), "cannot unmarshal number")
 }
 
+// refused makes a group of ranks with other options each, and returns what becomes of it on each.
+func refused(t *testing.T, ranks int, set func(rank int, o *Options)) []error {
+	groups, err := comm.Local(ranks)
+	require.NoError(t, err)
+	errs := make([]error, ranks)
+	var wg sync.WaitGroup
+	for r, g := range groups {
+		wg.Go(func() {
+			o := Options{TimeoutSeconds: 20}
+			set(r, &o)
+			c, err := open(o, words(), func(context.Context) (*comm.Group, error) { return g, nil })
+			if err == nil {
+				_, err = await(c, 1, nil)
+			}
+			errs[r] = err
+			c.Abandon(0, false)
+		})
+	}
+	wg.Wait()
+	return errs
+}
+
 // All ranks hear of both algorithms, also those that would still wait when the first has left.
 func TestOtherExchangesAreRefusedOnAllRanks(t *testing.T) {
 	const ranks = 5
@@ -128,22 +150,9 @@ func TestOtherExchangesAreRefusedOnAllRanks(t *testing.T) {
 		orders[r] = alltoallv.Rotation(r, ranks)
 	}
 	for range 20 {
-		groups, err := comm.Local(ranks)
-		require.NoError(t, err)
-		errs := make([]error, ranks)
-		var wg sync.WaitGroup
-		for r, g := range groups {
-			wg.Go(func() {
-				l := alltoallv.List{Name: "mine", Orders: orders, Window: r % 2, Bytes: []int64{1}, Microseconds: []float64{1}}
-				c, err := open(Options{TimeoutSeconds: 20, Exchanges: []alltoallv.List{l}}, words(), func(context.Context) (*comm.Group, error) { return g, nil })
-				if err == nil {
-					_, err = await(c, 1, nil)
-				}
-				errs[r] = err
-				c.Abandon(0, false)
-			})
-		}
-		wg.Wait()
+		errs := refused(t, ranks, func(r int, o *Options) {
+			o.Exchanges = []alltoallv.List{{Name: "mine", Orders: orders, Window: r % 2, Bytes: []int64{1}, Microseconds: []float64{1}}}
+		})
 		for r, err := range errs {
 			require.ErrorIs(t, err, comm.ErrMismatch, "rank %d", r)
 			require.Regexp(t, `mine of digest .*mine of digest `, err.Error(), "rank %d", r)
@@ -157,25 +166,11 @@ func TestAPlanIsRefusedOnAllRanks(t *testing.T) {
 	bad := plans.OneShotAllReduce(ranks)
 	bad.Programs[0] = bad.Programs[0][:len(bad.Programs[0])-1]
 	for _, s := range []PlanSource{source(t, bad), {Path: "nowhere.json"}, {Text: json.RawMessage(`{"name":3}`)}} {
-		groups, err := comm.Local(ranks)
-		require.NoError(t, err)
-		errs := make([]error, ranks)
-		var wg sync.WaitGroup
-		for r, g := range groups {
-			wg.Go(func() {
-				o := Options{TimeoutSeconds: 20}
-				if r == 1 {
-					o.Plans = []PlanSource{s}
-				}
-				c, err := open(o, words(), func(context.Context) (*comm.Group, error) { return g, nil })
-				if err == nil {
-					_, err = await(c, 1, nil)
-				}
-				errs[r] = err
-				c.Abandon(0, false)
-			})
-		}
-		wg.Wait()
+		errs := refused(t, ranks, func(r int, o *Options) {
+			if r == 1 {
+				o.Plans = []PlanSource{s}
+			}
+		})
 		for r, err := range errs {
 			code, _ := Classify(err)
 			require.Equal(t, Invalid, code, "rank %d: %v", r, err)

@@ -123,6 +123,13 @@ def _operators(group: Any, x: Tensor) -> operators.Exchanges | None:
     return made
 
 
+def _soonest(group: Any, output: Tensor, input: Tensor, async_op: bool) -> operators.Exchanges | None:
+    """The same for a reduction or a gather, None where something about the call is unusual."""
+    if async_op or type(output) is not Tensor or type(input) is not Tensor or c10d._world.pg_coalesce_state:
+        return None
+    return _operators(group, input)
+
+
 def gpu_for(group: Any, output: Tensor, input: Tensor) -> Gpu | None:
     """The end of the group's communicator on the GPU of tensors that are on one; None where torch has to do the work."""
     comm = communicator(group)
@@ -277,11 +284,10 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
         return None
     hint_gradient("all_reduce", tensor)
     how = op_name(op)
-    if type(tensor) is Tensor and not async_op and not c10d._world.pg_coalesce_state:
-        soon = _KINDS.get((tensor.dtype, how))
-        made = _operators(group, tensor) if soon else None
-        if soon and made is not None and made.reduce(tensor, soon):
-            return None  # what is asked most, soonest
+    usual = _KINDS.get((tensor.dtype, how))
+    made = _soonest(group, tensor, tensor, async_op) if usual else None
+    if usual and made is not None and made.reduce(tensor, usual):
+        return None
 
     def torchs(pg: Any) -> Any:
         return fallback.in_rows(dist.all_reduce, "b", (tensor, _torch_op(op), pg, async_op))
@@ -350,11 +356,10 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
         return None
     hint_gradient("reduce_scatter_tensor", input)
     how = op_name(op)
-    if type(output) is Tensor and type(input) is Tensor and not async_op and not c10d._world.pg_coalesce_state:
-        soon = _KINDS.get((input.dtype, how))
-        made = _operators(group, input) if soon else None
-        if soon and made is not None and made.scatter(output, input, soon):
-            return None  # what is asked most, soonest
+    usual = _KINDS.get((input.dtype, how))
+    made = _soonest(group, output, input, async_op) if usual else None
+    if usual and made is not None and made.scatter(output, input, usual):
+        return None
     refuse_gloos(group, "reduce_scatter_tensor", input, how)
     kind = kind_of(input, how)
 
@@ -400,10 +405,9 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
     if _outside(group, "all_gather_into_tensor"):
         return None
     hint_gradient("all_gather_into_tensor", input)
-    if type(output) is Tensor and type(input) is Tensor and not async_op and not c10d._world.pg_coalesce_state:
-        made = _operators(group, input)
-        if made is not None and made.gather(output, input):
-            return None  # what is asked most, soonest
+    made = _soonest(group, output, input, async_op)
+    if made is not None and made.gather(output, input):
+        return None
 
     def torchs(pg: Any) -> Any:
         return fallback.in_rows(dist.all_gather_into_tensor, "wr", (output, input, pg, async_op))
