@@ -87,7 +87,9 @@ func (f *front) submit(r *request) error {
 	case failed:
 		return errNoRanks
 	case starting:
-		return errStarting
+		if f.lost == 0 { // requests that come after a loss wait for the fresh ranks
+			return errStarting
+		}
 	case stopping:
 		return errStopping
 	}

@@ -48,8 +48,7 @@ func (p program) health() (c condition) {
 
 func (p program) until(ok func(c condition) bool) {
 	p.t.Helper()
-	// Where all ranks are stopped at once, nobody says so before answerTimeout.
-	require.Eventually(p.t, func() bool { return ok(p.health()) }, answerTimeout+2*time.Minute, 10*time.Millisecond)
+	require.Eventually(p.t, func() bool { return ok(p.health()) }, 2*time.Minute, 10*time.Millisecond)
 }
 
 // gone waits until processes have ended.
@@ -109,6 +108,28 @@ func TestRequestsOutliveTheirProcesses(t *testing.T) {
 	require.Equal(t, make([]string, 24), refused)
 	require.Equal(t, want, got)
 	p.until(func(c condition) bool { return len(c.Ranks) == 3 && c.Lost > 0 && c.Fresh > 0 })
+	p.Signal(syscall.SIGTERM)
+	require.Zero(t, p.Wait())
+}
+
+// All ranks are stopped at once, so that none says that another is silent: the front sees it.
+func TestAllRanksAreStopped(t *testing.T) {
+	timeout := proctest.Scaled(time.Second)
+	p := startProgram(t, "-ranks", "2", "-peer-timeout", timeout.String())
+	ctx, stop := context.WithCancel(t.Context())
+	var out strings.Builder
+	ended := make(chan error, 1)
+	go func() { ended <- load(ctx, p.url, 10, 40, &out) }()
+	var before condition
+	p.until(func(c condition) bool { before = c; return c.Tokens > 200 })
+	began := time.Now()
+	for _, r := range before.Ranks {
+		require.NoError(t, syscall.Kill(r.Process, syscall.SIGSTOP))
+	}
+	p.until(func(c condition) bool { return c.State == ready && c.Lost >= 2 && c.Tokens > before.Tokens+200 })
+	require.Less(t, time.Since(began), max(answerTimeout/2, 10*timeout)) // who does not look at them kills them after answerTimeout
+	stop()
+	require.NoError(t, <-ended, "%s", &out)
 	p.Signal(syscall.SIGTERM)
 	require.Zero(t, p.Wait())
 }

@@ -125,14 +125,14 @@ func (a answered) failed() bool { return !a.ok || a.Error != "" }
 
 // ask gives each rank its order and waits for all answers. It kills a rank that another one reports as lost, and one whose answer comes more
 // than lag after that of another one: it may have done its part for the others before it was stopped, and then none of them waits for it.
-// After an error ranks get more time, in which they find out that others are silent, but for those whose process is stopped: these have lag
-// from the order on. So every rank answers or ends.
+// After an error ranks get more time, in which they find out that others are silent. A rank whose process is stopped is killed when lag has
+// passed since the order, also where all are stopped and none answers; the front looks once in every lag. So every rank answers or ends.
 func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered {
 	type one struct {
 		at int
 		answered
 	}
-	all, got, asked := make([]answered, len(seats)), make(chan one, len(seats)), time.Now()
+	all, got := make([]answered, len(seats)), make(chan one, len(seats))
 	for i, s := range seats {
 		o := orders(i)
 		go func() {
@@ -148,7 +148,7 @@ func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered
 		late.Reset(3 * lag)
 	}
 	defer late.Stop()
-	stopped := time.NewTimer(answerTimeout)
+	stopped := time.NewTicker(lag)
 	defer stopped.Stop()
 	inTime, ended := false, false // a rank has answered; one has ended or failed
 	done := make([]bool, len(seats))
@@ -179,7 +179,6 @@ func ask(seats []*seat, lag time.Duration, orders func(i int) *order) []answered
 			inTime = true
 		case !ended && !inTime:
 			late.Reset(3 * lag)
-			stopped.Reset(time.Until(asked.Add(lag)))
 			ended = true
 		}
 		if !o.ok || !o.failed() || o.Lost < 0 {

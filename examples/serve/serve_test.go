@@ -323,10 +323,14 @@ func TestGraceEnds(t *testing.T) {
 }
 
 // The server says that it is not ready before the ranks have met, and refuses requests then.
+// Once it was ready, requests wait for the ranks that replace lost ones.
 func TestNotReadyYet(t *testing.T) {
 	f := newFront(options{Queue: 1}, joining{}, 8, slog.New(slog.DiscardHandler))
 	require.ErrorContains(t, f.submit(&request{ctx: t.Context()}), "the server is starting")
 	require.Equal(t, starting, f.condition().State)
+	f.lost = 1
+	require.NoError(t, f.submit(&request{ctx: t.Context()}))
+	require.Equal(t, 1, f.condition().Waiting)
 }
 
 func TestCharactersAreNotCut(t *testing.T) {
