@@ -21,14 +21,14 @@ import (
 	"github.com/switchyard-moe/switchyard"
 )
 
-// Process is a process of this user that has a socket.
-type Process struct {
-	Pid int
-	// State is what its ranks know. Err says why it did not tell it; a process that is stopped has not answered in time.
-	State State
-	Err   error
-	// Vitals are what the kernel tells of it, with the number 0 where it tells nothing.
-	Vitals Vitals
+// process is a process of this user that has a socket.
+type process struct {
+	pid int
+	// state is what its ranks know. err says why it did not tell it; a process that is stopped has not answered in time.
+	state State
+	err   error
+	// vitals are what the kernel tells of it, with the number 0 where it tells nothing.
+	vitals Vitals
 }
 
 // lookFor is the least time between two looks at a process, from which its rates come.
@@ -37,21 +37,16 @@ const lookFor = 100 * time.Millisecond
 // askWithin bounds the time that a process gets to answer.
 const askWithin = 2 * time.Second
 
-// Processes asks all processes of this user in this network namespace for their state, side by side. A process that does not answer within 2 s
-// has an error.
-func Processes(ctx context.Context) ([]Process, error) {
-	pids, err := listening()
-	if err != nil {
-		return nil, fmt.Errorf("observe: %w", err)
-	}
-	ps := make([]Process, len(pids))
+// processes asks these processes for their state, side by side. One that does not answer within 2 s has an error.
+func processes(ctx context.Context, pids []int) []process {
+	ps := make([]process, len(pids))
 	var all sync.WaitGroup
 	for i, pid := range pids {
-		ps[i].Pid = pid
+		ps[i].pid = pid
 		all.Go(func() {
 			was, _ := look(procOf(pid)) // it may have ended
 			from := time.Now()
-			ps[i].Err = Ask(ctx, pid, "/state", func(r io.Reader) error { return json.NewDecoder(r).Decode(&ps[i].State) })
+			ps[i].err = Ask(ctx, pid, "/state", func(r io.Reader) error { return json.NewDecoder(r).Decode(&ps[i].state) })
 			select {
 			case <-ctx.Done():
 			case <-time.After(lookFor - time.Since(from)):
@@ -63,38 +58,38 @@ func Processes(ctx context.Context) ([]Process, error) {
 			if now.Pid == was.Pid && now.Delayed > was.Delayed { // a thread that has ended takes its time along
 				now.CoreWaits = (now.Delayed - was.Delayed).Seconds() / time.Since(from).Seconds()
 			}
-			ps[i].Vitals = now
+			ps[i].vitals = now
 		})
 	}
 	all.Wait()
-	return ps, nil
+	return ps
 }
 
 // ErrNobody is the error where no process of this user has ranks that answer.
 var ErrNobody = errors.New("no process of this user with ranks answers on this host")
 
-// Everybody is the state of all processes of this user, as one, or of the one with a number that is not 0. Those that do not answer are named
-// in it.
+// Everybody is the state of all processes of this user, as one, or of the one with a number that is not 0, which alone is asked then. Those
+// that do not answer are named in it.
 func Everybody(ctx context.Context, pid int) (State, error) {
-	processes, err := Processes(ctx)
+	pids, err := listening()
 	if err != nil {
-		return State{}, err
+		return State{}, fmt.Errorf("observe: %w", err)
+	}
+	if pid != 0 {
+		pids = slices.DeleteFunc(pids, func(p int) bool { return p != pid })
 	}
 	var states []State
 	var silent []Silent
 	var vitals []Vitals
-	for _, p := range processes {
-		if pid != 0 && p.Pid != pid {
-			continue
-		}
-		if p.Vitals.Pid != 0 {
-			vitals = append(vitals, p.Vitals)
+	for _, p := range processes(ctx, pids) {
+		if p.vitals.Pid != 0 {
+			vitals = append(vitals, p.vitals)
 		}
 		switch {
-		case p.Err != nil:
-			silent = append(silent, Silent{Pid: p.Pid, Error: p.Err.Error()})
+		case p.err != nil:
+			silent = append(silent, Silent{Pid: p.pid, Error: p.err.Error()})
 		default:
-			states = append(states, p.State)
+			states = append(states, p.state)
 		}
 	}
 	if len(states)+len(silent) == 0 {
