@@ -5,8 +5,9 @@
 
 It takes the arguments of bench.py --op dispatch, whose tokens and routing are the peer's too, in bfloat16, and for few tokens
 of DeepEP as float8 too. FlashInfer has rows padded by rank, and only pairs of a dispatch and a combine: it refuses two
-dispatches in a row. DeepEP has a slab for each expert where tokens are few, and rows by token where they are many, for which it
-takes 96 multiprocessors. Results are checked before and after.
+dispatches in a row. DeepEP has a slab for each expert where tokens are few, also only in pairs: a graph of its dispatches alone
+reads memory that is not there, or hangs. It has rows by token where they are many, for which it takes 96 multiprocessors. Results
+are checked before and after.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ class DeepEP(Peer):
 
         self.few, self.float8 = layout == "slab", float8
         self.captures = self.few  # many tokens have the host wait for counts
+        if self.few:
+            self.parts = ("pair",)
         self.idx = batch.idx.to(deep_ep.topk_idx_t)
         if self.few:
             room = deep_ep.Buffer.get_low_latency_rdma_size_hint(batch.tokens, batch.hidden, batch.ranks, batch.experts)
