@@ -8,8 +8,9 @@
 With more ranks than GPUs the ranks share them, and torch's calls are gloo's.
 
 Both implementations make every step on the same tokens from the same weights, each with a model of its own. On the CPU what
-differs is one import: where all_to_all_single and all_reduce come from. The losses are the same. On GPUs the second one has
-layers.MoE, whose sums round elsewhere. The step times are printed side by side.
+differs is one import: where all_to_all_single and all_reduce come from. With two ranks the losses are the same to the last bit;
+more ranks can be added up in several orders, which round elsewhere. On GPUs the second one has layers.MoE, whose sums do so
+too. The step times are printed side by side.
 """
 
 from __future__ import annotations
