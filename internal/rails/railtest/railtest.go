@@ -135,6 +135,7 @@ func Run(t *testing.T, open func(rails.Config) (rails.Rail, error)) {
 	t.Run("wait", func(t *testing.T) { waiting(t, Ends(t, 2, open)) })
 	t.Run("rings", func(t *testing.T) { ringing(t, open) })
 	t.Run("interrupt", func(t *testing.T) { interrupt(t, Ends(t, 2, open)) })
+	t.Run("last look", func(t *testing.T) { lastLook(t, Ends(t, 2, open)) })
 	t.Run("close", func(t *testing.T) { closing(t, Ends(t, 2, open)) })
 }
 
@@ -354,6 +355,47 @@ func twice(t *testing.T, ends []*End, open func(rails.Config) (rails.Rail, error
 	require.NoError(t, ends[0].Put(1, signals, []byte{40}, word))
 	Await(t, ends[1], word, 3)
 	require.Eventually(t, func() bool { return ends[1].Refused() == bad+1 }, wait, time.Millisecond)
+}
+
+// moment is a context that ends when somebody begins to wait for its end, right after something else has happened.
+type moment struct {
+	context.Context
+	before func()
+	once   sync.Once
+	over   chan struct{}
+}
+
+func (m *moment) Done() <-chan struct{} {
+	m.once.Do(func() {
+		m.before()
+		close(m.over)
+	})
+	return m.over
+}
+
+func (m *moment) Err() error {
+	select {
+	case <-m.over:
+		return context.DeadlineExceeded
+	default:
+		return nil
+	}
+}
+
+// A flush whose time is over looks once more: what it waits for may have left since it looked last.
+func lastLook(t *testing.T, ends []*End) {
+	src := bytes.Repeat([]byte{0xef}, 512<<10)
+	for range 40 { // it may hear of both at the same time, and choose
+		require.NoError(t, ends[0].Put(1, signals, src, 64))
+		m := &moment{Context: t.Context(), over: make(chan struct{})}
+		m.before = func() {
+			for begun, left, err := uint64(1), uint64(0), error(nil); begun != left && err == nil; time.Sleep(20 * time.Microsecond) {
+				ends[0].Progress()
+				begun, left, err = ends[0].Left()
+			}
+		}
+		require.NoError(t, ends[0].Flush(m))
+	}
 }
 
 // After Interrupt nothing is sent, and nothing lands of what peers go on sending, so the segment may be used for other things.
