@@ -31,7 +31,9 @@ CONTENTS = {
     ],
     "Operate": ["operations", "observability", "troubleshooting", "environment", "upgrading"],
     "Measure": ["measuring", "figures", "measured/*"],
-    "Change it": ["../CONTRIBUTING", "../ARCHITECTURE", "testing", "promises", "extending", "adding-a-kernel-family"],
+    "Change it": [
+        "../CONTRIBUTING", "../ARCHITECTURE", "testing", "promises", "extending", "adding-a-kernel-family", "adding-a-rail",
+    ],
     "Project": ["../CHANGELOG", "../SECURITY"],
 }
 

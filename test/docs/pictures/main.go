@@ -1,4 +1,5 @@
-// Command pictures draws the pictures of the README, as SVG, from what this file and the first table of docs/figures.md say:
+// Command pictures draws the pictures of the pages, as SVG, from what this folder says and from what pages have: the first table of
+// docs/figures.md, and what test/sim has printed.
 //
 //	go run ./test/docs/pictures
 //
@@ -12,12 +13,22 @@ import (
 	"path/filepath"
 )
 
+// The pages that have numbers of pictures.
+const (
+	figuresPage = "docs/figures.md"
+	hostsPage   = "docs/measured/2026-11-23-hosts-2-cores.md"
+)
+
 func main() {
-	figures, err := os.ReadFile(filepath.Join("docs", "figures.md"))
-	if err != nil {
-		log.Fatal(err)
+	pages := map[string]string{}
+	for _, name := range []string{figuresPage, hostsPage} {
+		page, err := os.ReadFile(filepath.FromSlash(name))
+		if err != nil {
+			log.Fatal(err)
+		}
+		pages[name] = string(page)
 	}
-	pictures, err := draw(string(figures))
+	pictures, err := draw(pages)
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -29,10 +40,14 @@ func main() {
 }
 
 // draw makes all pictures, by file name.
-func draw(figures string) (map[string]string, error) {
-	points, err := table(figures)
+func draw(pages map[string]string) (map[string]string, error) {
+	points, err := table(pages[figuresPage])
 	if err != nil {
-		return nil, fmt.Errorf("the table of docs/figures.md: %w", err)
+		return nil, fmt.Errorf("the table of %s: %w", figuresPage, err)
 	}
-	return map[string]string{"token.svg": token(), "all-to-all.svg": chart(points)}, nil
+	w, err := curves(pages[hostsPage])
+	if err != nil {
+		return nil, fmt.Errorf("the model of %s: %w", hostsPage, err)
+	}
+	return map[string]string{"token.svg": token(), "all-to-all.svg": chart(points), "worlds.svg": w.draw()}, nil
 }
