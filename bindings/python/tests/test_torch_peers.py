@@ -205,9 +205,8 @@ def deep_ep(rank, size):
         with mock.patch.object(module, "DEEP_EP_BYTES", 1 << 20):
             rows = few_and_many(module, module.DeepEP)
     if rank == 0:
-        kinds = [("slab", "float8"), ("slab", "bfloat16")], [("token_major", "bfloat16")]
-        parts = ("dispatch", "combine", "pair")
-        judged(rows, "DeepEP", [(n, *kind, part) for n, of in zip((100, 300), kinds) for kind in of for part in parts])
+        few = [(100, "slab", dtype, "pair") for dtype in ("float8", "bfloat16")]
+        judged(rows, "DeepEP", few + [(300, "token_major", "bfloat16", part) for part in ("dispatch", "combine", "pair")])
 
 
 @here
