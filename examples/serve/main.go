@@ -104,6 +104,8 @@ func parse(args []string, out io.Writer) (o options, err error) {
 	case o.Ranks < 1 || o.Batch < 1 || o.Queue < 0 || o.steps < 1 || o.load < 0:
 		err = fmt.Errorf("-ranks is %d, -batch %d, -steps %d, want at least 1; -queue is %d, -load %d, want at least 0",
 			o.Ranks, o.Batch, o.steps, o.Queue, o.load)
+	case o.PeerTimeout <= 0:
+		err = fmt.Errorf("-peer-timeout is %v, want more than 0", o.PeerTimeout)
 	case o.Balance < 0 || o.Spare < 0:
 		err = fmt.Errorf("-balance is %d, -spare %d, want at least 0", o.Balance, o.Spare)
 	case o.CUDA && o.Balance > 0:

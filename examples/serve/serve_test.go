@@ -338,3 +338,12 @@ func TestCharactersAreNotCut(t *testing.T) {
 		require.Equal(t, want, whole([]byte(text)), "%q", text)
 	}
 }
+
+// A time after which every rank is lost at once is refused before ranks are started.
+func TestPeerTimeoutIsMoreThanNothing(t *testing.T) {
+	for _, span := range []string{"0", "-1s"} {
+		_, err := parse([]string{"-peer-timeout", span}, io.Discard)
+		require.ErrorIs(t, err, errUsage)
+		require.ErrorContains(t, err, "want more than 0")
+	}
+}
