@@ -1,7 +1,6 @@
 package observe_test
 
 import (
-	"context"
 	"fmt"
 	"net"
 	"os"
@@ -42,7 +41,7 @@ func TestOneProcessIsAskedAlone(t *testing.T) {
 		r.Must(err)
 		require.NotEmpty(r.T, s.Ranks)
 		require.Zero(r.T, asked.Load())
-		s, err = observe.Everybody(context.Background(), 0)
+		s, err = observe.Everybody(r.Ctx, 0)
 		r.Must(err)
 		require.NotZero(r.T, asked.Load(), "it is there to be asked")
 		require.NotEmpty(r.T, s.Silent)

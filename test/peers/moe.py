@@ -125,10 +125,9 @@ class DeepEP(Peer):
 
         self.few, self.float8 = layout == "slab", float8
         self.captures = self.few  # many tokens have the host wait for counts
-        if self.few:
-            self.parts = ("pair",)
         self.idx = batch.idx.to(deep_ep.topk_idx_t)
         if self.few:
+            self.parts = ("pair",)
             room = deep_ep.Buffer.get_low_latency_rdma_size_hint(batch.tokens, batch.hidden, batch.ranks, batch.experts)
             self.buffer = deep_ep.Buffer(
                 self.group, num_rdma_bytes=room, low_latency_mode=True, num_qps_per_rank=batch.experts // batch.ranks,
