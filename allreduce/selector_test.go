@@ -52,8 +52,10 @@ func TestSelectionOnGPUsFollowsTheMeasurements(t *testing.T) {
 		{kernels.ReduceScatter, 2 << 20, []string{"one-shot packet"}, 96, 128},
 		{kernels.ReduceScatter, 128 << 20, []string{"two-shot", "two-shot push"}, 16, 128},
 		{kernels.AllGather, 2 << 20, []string{"one-shot packet"}, 96, 128},
-		{kernels.AllGather, 128 << 20, []string{"two-shot"}, 16, 128},
+		{kernels.AllGather, 8 << 20, []string{"two-shot"}, gatherBlocks, 128},
+		{kernels.AllGather, 128 << 20, []string{"two-shot"}, gatherBlocks, 128},
 		{kernels.Broadcast, 8 << 10, []string{"one-shot packet"}, 8, 16},
+		{kernels.Broadcast, 128 << 20, []string{"two-shot"}, gatherBlocks, 128},
 	} {
 		r := gpuReduction(c, m.coll, m.bytes)
 		require.NoError(t, s.choose(r))
@@ -66,6 +68,11 @@ func TestSelectionOnGPUsFollowsTheMeasurements(t *testing.T) {
 	require.NoError(t, s.choose(r))
 	require.Positive(t, r.Rate, "large gathers are held to what a link carries")
 	require.Contains(t, s.explain(r).String(), "GB/s")
+	few := *c
+	few.Blocks = 16
+	r = gpuReduction(&few, kernels.AllGather, 128<<20)
+	require.NoError(t, onGPU(t, &few, "").choose(r))
+	require.Equal(t, 16, r.Blocks, "MaxSMs bounds them")
 }
 
 // The times of a way grow with the bytes, and none is less than a link allows.

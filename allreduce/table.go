@@ -157,9 +157,13 @@ func (e estimates) of(r *kernels.Reduction, w way) (us float64, s curve.Setting,
 	if p == nil {
 		return 0, s, false
 	}
-	link := int64(r.Family.Size-1) * r.Longest() * r.Call.DType.Size() // of one half
-	us, s = p.At(math.Log2(float64(max(link, 1))))
+	us, s = p.At(math.Log2(float64(max(linkBytes(r), 1))))
 	return us, s, true
+}
+
+// linkBytes is what a rank gets from its peers in one half of a call.
+func linkBytes(r *kernels.Reduction) int64 {
+	return int64(r.Family.Size-1) * r.Longest() * r.Call.DType.Size()
 }
 
 // builtinTable is the table of the package.
