@@ -7,9 +7,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/switchyard-moe/switchyard/allreduce"
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/worldtest"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
 )
 
 // Every rank is the root in turn, with buffers in the heap and outside, of lengths that fit no chunk, by every algorithm.
@@ -54,6 +56,24 @@ func TestBroadcastOnAStreamAndAcrossProcesses(t *testing.T) {
 		r.Must(s.Close())
 		a.free(r)
 	})
+}
+
+// A rank that does not know its elements finds out that two others have different ones, and so is not left alone by them. Alone it fits any.
+func TestF3_ElementsOfABroadcastThatDisagree(t *testing.T) {
+	test := func(r *worldtest.Rank) {
+		x := newReducer(r, allreduce.Options{})
+		b := hostBuf(100)
+		views := []memory.View{b, memory.As[float32](b), memory.As[int32](b), b}
+		err := x.Broadcast(nil, views[r.Rank()], 0)
+		require.ErrorIs(r.T, err, comm.ErrMismatch)
+		require.ErrorContains(r.T, err, "100 bytes (float32)")
+		require.ErrorContains(r.T, err, "100 bytes (int32)")
+		views[2] = memory.As[float32](b)
+		r.Must(x.Broadcast(nil, views[r.Rank()], 0))
+		r.Must(x.Close(r.Ctx))
+	}
+	worldtest.Local(t, 4, segment, test)
+	worldtest.Hosts(t, 4, 2, 64<<20, test)
 }
 
 func TestBroadcastRefusesRoots(t *testing.T) {

@@ -161,8 +161,8 @@ func (x *Reducer) AllToAll(s device.Stream, dst, src memory.View, dt kernels.DTy
 	return x.call(s, dst, src, kernels.ReduceCall{Collective: kernels.AllToAll, DType: dt}, nil)
 }
 
-// Broadcast copies buf of rank root to buf of every rank. buf has the same length on all ranks, and bytes of any type: types of elements are not
-// compared between ranks.
+// Broadcast copies buf of rank root to buf of every rank. buf has the same length on all ranks, and bytes of any type. On
+// the host ranks that know their elements have the same; GPUs compare lengths alone.
 func (x *Reducer) Broadcast(s device.Stream, buf memory.View, root int) error {
 	src := buf
 	if root != x.c.Group.Rank() {
@@ -184,6 +184,9 @@ func (x *Reducer) call(s device.Stream, dst, src memory.View, c kernels.ReduceCa
 	if err != nil {
 		x.launches.Give(o)
 		return err
+	}
+	if !c.Collective.Reduces() && c.DType == kernels.Uint8 { // not before: ranks that know their elements agree with others
+		a.Call.Elements = max(a.Src.Elements, a.Dst.Elements)
 	}
 	a.Note.Algorithm, a.Note.Payload, a.Note.Staged = a.Algorithm.String(), src.Len(), staging(a)
 	if a.Plan != nil {

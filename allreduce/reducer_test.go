@@ -643,6 +643,16 @@ func TestF3_DifferentCallsAreNamedOnEveryRank(t *testing.T) {
 			"root": {func(x *allreduce.Reducer, b, _ memory.View) error { return x.Broadcast(nil, b.Slice(0, 100), 0) },
 				func(x *allreduce.Reducer, b, _ memory.View) error { return x.Broadcast(nil, b.Slice(0, 100), 2) },
 				[]string{"broadcast of 100 bytes from rank 0", "broadcast of 100 bytes from rank 2"}},
+			"elements": {func(x *allreduce.Reducer, b, _ memory.View) error {
+				return x.Broadcast(nil, memory.As[float32](b.Slice(0, 100)), 0)
+			}, func(x *allreduce.Reducer, b, _ memory.View) error {
+				return x.Broadcast(nil, memory.As[int32](b.Slice(0, 100)), 0)
+			}, []string{"broadcast of 100 bytes (float32) from rank 0", "broadcast of 100 bytes (int32) from rank 0"}},
+			"elements of bytes": {func(x *allreduce.Reducer, b, c memory.View) error {
+				return x.AllGather(nil, memory.As[float32](b.Slice(0, 12)), c.Slice(0, 4), kernels.Uint8)
+			}, func(x *allreduce.Reducer, b, c memory.View) error {
+				return x.AllGather(nil, b.Slice(0, 12), memory.As[int32](c.Slice(0, 4)), kernels.Uint8)
+			}, []string{"12 bytes (float32)", "12 bytes (int32)"}},
 		} {
 			t.Run(name+"/"+algorithm, func(t *testing.T) {
 				worldtest.Local(t, 3, segment, func(r *worldtest.Rank) {

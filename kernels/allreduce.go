@@ -192,16 +192,18 @@ type ReduceCall struct {
 	Count int64
 	// Shape tells slices of different lengths apart; 0 for equal ones. Of a broadcast it is 1 + the rank that has the data.
 	Shape uint64
+	// Elements is what is known of what moves as bytes. Ranks of the host agree on calls whose elements are alike; GPUs do not look at it.
+	Elements Elements
 }
 
-// Word packs everything but Count and Shape.
+// Word packs everything but Count and Shape, Elements in its upper half.
 func (c *ReduceCall) Word() uint64 {
-	return uint64(c.Collective)<<16 | uint64(c.DType)<<8 | uint64(c.Op)
+	return uint64(c.Elements)<<32 | uint64(c.Collective)<<16 | uint64(c.DType)<<8 | uint64(c.Op)
 }
 
 // SetWord is the inverse of Word.
 func (c *ReduceCall) SetWord(w uint64) {
-	c.Collective, c.DType, c.Op = Collective(w>>16), DType(w>>8), ReduceOp(w)
+	c.Elements, c.Collective, c.DType, c.Op = Elements(w>>32), Collective(w>>16), DType(w>>8), ReduceOp(w)
 }
 
 // String is like "all-reduce (sum) of 1000 float32".
@@ -220,6 +222,9 @@ func (c ReduceCall) String() string {
 	of := c.DType.String()
 	if c.DType == Uint8 && !c.Collective.Reduces() { // what moves and is not computed with
 		of = "bytes"
+		if c.Elements != AnyElements {
+			of = fmt.Sprintf("bytes (%v)", c.Elements)
+		}
 	}
 	return fmt.Sprintf("%v%s of %d %s%s", c.Collective, how, c.Count, of, shape)
 }

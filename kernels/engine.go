@@ -109,6 +109,8 @@ type Buffer struct {
 	// Place is where peers reach it in this rank's segment, as Space.Addr takes it. Reach says that they can.
 	Place int64
 	Reach bool
+	// Elements is what is known of its elements.
+	Elements Elements
 }
 
 // PlaceOr is the place, or other where peers cannot reach the buffer.

@@ -143,17 +143,23 @@ func (m *Messages) Operation() string {
 	return "send"
 }
 
-// MessageMismatchError says that two ranks disagree on the size of a message.
+// MessageMismatchError says that two ranks disagree on the size of a message, or on its elements.
 type MessageMismatchError struct {
 	Src, Dst       int    // ranks
 	Tag            uint64 // of the message
 	Number         uint64 // among those from Src to Dst
 	Sent, Expected uint64 // bytes, as the sender and the receiver have it
+	// SentElements and ExpectedElements are what both know of the elements. On GPUs nothing is known.
+	SentElements, ExpectedElements Elements
 }
 
-// Error states both sizes.
+// Error states both sizes, and both types of elements where they are not alike.
 func (e *MessageMismatchError) Error() string {
-	return fmt.Sprintf("kernels: message %d, tag %d: rank %d sends %d bytes to rank %d, which expects %d", e.Number, e.Tag, e.Src, e.Sent, e.Dst, e.Expected)
+	types := ""
+	if !e.SentElements.Alike(e.ExpectedElements) {
+		types = fmt.Sprintf(" (sent as %v, expected as %v)", e.SentElements, e.ExpectedElements)
+	}
+	return fmt.Sprintf("kernels: message %d, tag %d: rank %d sends %d bytes to rank %d, which expects %d", e.Number, e.Tag, e.Src, e.Sent, e.Dst, e.Expected) + types
 }
 
 // Unwrap is comm.ErrMismatch.

@@ -308,7 +308,7 @@ func (h *Heap) Serves(v View) bool { return v.n == 0 || v.OnHost() == (h.space.M
 
 // Operand is v for an operation of the heap's engine, without a place.
 func (h *Heap) Operand(v View) kernels.Buffer {
-	return kernels.Buffer{Mem: v.mem, Ptr: v.Ptr(), Bytes: v.n}
+	return kernels.Buffer{Mem: v.mem, Ptr: v.Ptr(), Bytes: v.n, Elements: v.elem}
 }
 
 // SymmetricOperand is v for an operation, with the place by which peers reach it, if they do.

@@ -33,61 +33,40 @@ type Element interface {
 	~uint8 | ~int8 | ~uint16 | ~int16 | ~uint32 | ~int32 | ~uint64 | ~int64 | ~float32 | ~float64
 }
 
-// element is the known element type of a View. The zero value means unknown, as for bytes.
-type element struct {
-	size  uint8         // in bytes
-	dtype kernels.DType // Uint8 for integers of 16 bits, which may hold numbers of a type that Go lacks
-	sign  bool          // integers that dtype orders otherwise: int8, which is unknown but for that, uint32 and uint64
-}
-
-func elementOf[T Element]() element {
+func elementsOf[T Element]() kernels.Elements {
 	switch any(*new(T)).(type) {
 	case Float16:
-		return element{size: 2, dtype: kernels.Float16}
+		return kernels.ElementsOf(kernels.Float16, false)
 	case BFloat16:
-		return element{size: 2, dtype: kernels.BFloat16}
+		return kernels.ElementsOf(kernels.BFloat16, false)
 	case Float8E4M3:
-		return element{size: 1, dtype: kernels.Float8E4M3}
+		return kernels.ElementsOf(kernels.Float8E4M3, false)
 	case Float8E5M2:
-		return element{size: 1, dtype: kernels.Float8E5M2}
+		return kernels.ElementsOf(kernels.Float8E5M2, false)
 	}
 	switch kind := reflect.TypeFor[T]().Kind(); kind {
 	case reflect.Int8:
-		return element{sign: true}
+		return kernels.SignedBytes
 	case reflect.Int16, reflect.Uint16:
-		return element{size: 2}
+		return kernels.ShortElements
 	case reflect.Int32, reflect.Uint32:
-		return element{4, kernels.Int32, kind == reflect.Uint32}
+		return kernels.ElementsOf(kernels.Int32, kind == reflect.Uint32)
 	case reflect.Int64, reflect.Uint64:
-		return element{8, kernels.Int64, kind == reflect.Uint64}
+		return kernels.ElementsOf(kernels.Int64, kind == reflect.Uint64)
 	case reflect.Float32:
-		return element{size: 4, dtype: kernels.Float32}
+		return kernels.ElementsOf(kernels.Float32, false)
 	case reflect.Float64:
-		return element{size: 8, dtype: kernels.Float64}
+		return kernels.ElementsOf(kernels.Float64, false)
 	}
-	return element{}
+	return kernels.AnyElements
 }
 
-// unlike reports whether numbers of one element cannot be read as the other: both are known, longer than a byte, and differ in size.
-func (e element) unlike(o element) bool { return e.size > 1 && o.size > 1 && e.size != o.size }
-
-func (e element) String() string {
-	switch {
-	case e.size == 0 && e.sign:
-		return "int8"
-	case e.size == 0:
-		return "bytes"
-	case e.sign:
-		return "u" + e.dtype.String()
-	case e.size == 2 && e.dtype == kernels.Uint8:
-		return "int16"
-	}
-	return e.dtype.String()
-}
+// unlike reports whether numbers of e cannot be read as those of o: both are known, longer than a byte, and differ in size.
+func unlike(e, o kernels.Elements) bool { return e.Size() > 1 && o.Size() > 1 && e.Size() != o.Size() }
 
 // As is v with its elements known to be T, as those of Wrap are. A slice of it has the same elements.
 func As[T Element](v View) View {
-	v.elem = elementOf[T]()
+	v.elem = elementsOf[T]()
 	return v
 }
 
@@ -98,35 +77,25 @@ func (v View) Element() string { return v.elem.String() }
 // any type.
 func (v View) Holds(t kernels.DType) bool {
 	switch e := v.elem; {
-	case e.size == 0:
+	case e.Size() == 0:
 		return true
-	case e.dtype == kernels.Uint8:
-		return int64(e.size) == t.Size()
+	case e == kernels.ShortElements:
+		return e.Size() == t.Size()
 	default:
-		return e.dtype == t
+		return e.DType() == t
 	}
 }
 
 // Orders is Holds, and false for integers of the other sign than those of t, which compare otherwise: int8, uint32 and uint64.
 func (v View) Orders(t kernels.DType) bool {
-	return v.Holds(t) && !(v.elem.sign && (t == kernels.Uint8 || t == kernels.Int32 || t == kernels.Int64))
+	return v.Holds(t) && !(v.elem.Signed() && (t == kernels.Uint8 || t == kernels.Int32 || t == kernels.Int64))
 }
 
-// Alike reports whether v and o may consist of the same elements. Integers of either sign are alike, those of 16 bits are like any type of
-// that size, and unknown memory is like any.
-func (v View) Alike(o View) bool {
-	a, b := v.elem, o.elem
-	switch {
-	case a.size == 0 || b.size == 0:
-		return true
-	case a.dtype == kernels.Uint8 || b.dtype == kernels.Uint8:
-		return a.size == b.size
-	}
-	return a.dtype == b.dtype
-}
+// Alike reports whether v and o may consist of the same elements. See kernels.Elements.Alike.
+func (v View) Alike(o View) bool { return v.elem.Alike(o.elem) }
 
 // Whole reports whether n bytes are a whole number of the elements of v, which of unknown elements any are.
-func (v View) Whole(n int64) bool { return n%max(int64(v.elem.size), 1) == 0 }
+func (v View) Whole(n int64) bool { return n%max(v.elem.Size(), 1) == 0 }
 
 // Of is the memory of v as a slice of T, in the machine's byte order; it shares v's bytes and ends where v ends. For memory
 // of a GPU it is nil, like Bytes. Like a slice expression out of range, it panics if the bytes are not a whole number of T or
@@ -134,8 +103,8 @@ func (v View) Whole(n int64) bool { return n%max(int64(v.elem.size), 1) == 0 }
 func Of[T Element](v View) []T {
 	b := v.Bytes()
 	size := shm.SizeOf[T]()
-	if e := elementOf[T](); v.elem.unlike(e) {
-		panic(fmt.Sprintf("memory: a view of %v, which have %d bytes, is not made of %T, which have %d bytes", v.elem, v.elem.size, *new(T), size))
+	if unlike(v.elem, elementsOf[T]()) {
+		panic(fmt.Sprintf("memory: a view of %v, which have %d bytes, is not made of %T, which have %d bytes", v.elem, v.elem.Size(), *new(T), size))
 	}
 	if len(b)%size != 0 || shm.Addr(b)%uintptr(size) != 0 {
 		panic(fmt.Sprintf("memory: a view of %d bytes at address %#x is not made of %T, which have %d bytes", len(b), shm.Addr(b), *new(T), size))
@@ -182,8 +151,8 @@ func AllocMatrix[T Element](h *Heap, rows, cols int) (Matrix[T], error) {
 // that is not a multiple of T's size, and elements that are known to be of another size are an ErrInvalid.
 func MatrixOf[T Element](v View, cols int) (Matrix[T], error) {
 	size := int64(shm.SizeOf[T]())
-	if e := elementOf[T](); v.elem.unlike(e) {
-		return Matrix[T]{}, fmt.Errorf("memory: a view of %v, which have %d bytes, has no rows of %T, which have %d: %w", v.elem, v.elem.size, *new(T), size, ErrInvalid)
+	if unlike(v.elem, elementsOf[T]()) {
+		return Matrix[T]{}, fmt.Errorf("memory: a view of %v, which have %d bytes, has no rows of %T, which have %d: %w", v.elem, v.elem.Size(), *new(T), size, ErrInvalid)
 	}
 	if cols < 1 || int64(cols) > math.MaxInt64/size || v.Len()%(int64(cols)*size) != 0 || v.Ptr()%uintptr(size) != 0 {
 		return Matrix[T]{}, fmt.Errorf("memory: %d bytes at address %#x are not rows of %d %T: %w", v.Len(), v.Ptr(), cols, *new(T), ErrInvalid)

@@ -5,6 +5,7 @@ import (
 	"sync/atomic"
 
 	"github.com/switchyard-moe/switchyard/internal/shm"
+	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // View is contiguous memory that an operation reads or writes. It is a small value, made without
@@ -21,7 +22,7 @@ type View struct {
 	off int64   // from the start of own
 	n   int64
 
-	elem element // of what the memory is known to consist
+	elem kernels.Elements // of what the memory is known to consist
 }
 
 // region is memory with an owner in this package.

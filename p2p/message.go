@@ -36,8 +36,9 @@ type messages = communicator.Op[kernels.Messages]
 // A message that is not received when the Endpoint is closed is an error of Close on both ranks.
 //
 // Ranks with different lengths both get a *kernels.MessageMismatchError (comm.ErrMismatch) with both, and the message is gone; a sender that
-// was done gets it from its next send to that rank, which has then sent nothing; between hosts from a later one, or from Close. Types of elements
-// are not compared: a message has bytes, and those of an int32 are received as a float32 where ranks disagree.
+// was done gets it from its next send to that rank, which has then sent nothing; between hosts from a later one, or from Close. On the host so do
+// ranks that both know the elements of their views, and have other ones. On GPUs types of elements are not compared: the bytes of an int32 are
+// received as a float32 where ranks disagree.
 //
 // A message that nobody receives within Options.Timeout is a comm.ErrTimeout that says what the peer waits for instead, and is taken back.
 func (x *Endpoint) Send(s device.Stream, peer int, tag uint64, src memory.View) error {

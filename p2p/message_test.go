@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -210,6 +211,52 @@ func TestF3_SizesThatDisagreeAreNamedOnBothRanks(t *testing.T) {
 			r.Must(x.Close(r.Ctx))
 		}
 	})
+}
+
+// Ranks that both know the elements of a message, and have other ones, both get both types; views of bytes fit any, and integers of either sign
+// those of the other.
+func TestF3_ElementsThatDisagreeAreNamedOnBothRanks(t *testing.T) {
+	float32s, int32s := kernels.ElementsOf(kernels.Float32, false), kernels.ElementsOf(kernels.Int32, false)
+	both := func(err error, n int64) error {
+		var m *kernels.MessageMismatchError
+		if !errors.As(err, &m) || !errors.Is(err, comm.ErrMismatch) || m.Src != 0 || m.Dst != 1 || m.Sent != uint64(n) || m.Expected != uint64(n) ||
+			m.SentElements != int32s || m.ExpectedElements != float32s || !strings.Contains(err.Error(), "(sent as int32, expected as float32)") {
+			return fmt.Errorf("got %w, want %d bytes of int32, and of float32", err, n)
+		}
+		return nil
+	}
+	test := func(r *worldtest.Rank) {
+		for _, n := range []int64{12, 100 << 10} {
+			x := endpoint(r, p2p.Options{Timeout: time.Minute, ParkBytes: -1})
+			b := memory.Host(make([]byte, n))
+			if r.Rank() == 1 {
+				r.Must(both(x.Recv(nil, 0, 5, memory.As[float32](b)), n))
+				r.Barrier()
+				for _, v := range []memory.View{b, memory.As[float32](b), memory.As[uint32](b)} {
+					r.Must(x.Recv(nil, 0, 5, v))
+				}
+				r.Must(x.Close(r.Ctx))
+				continue
+			}
+			err := x.Send(nil, 1, 5, memory.As[int32](b))
+			r.Barrier()
+			for _, v := range []memory.View{memory.As[int32](b), b, memory.As[int32](b)} {
+				sent := x.Send(nil, 1, 5, v)
+				if err == nil && sent != nil { // the first was done
+					err, sent = sent, x.Send(nil, 1, 5, v)
+				}
+				r.Must(sent)
+			}
+			if closed := x.Close(r.Ctx); err == nil { // of another host: it had not come back yet
+				err = closed
+			} else {
+				r.Must(closed)
+			}
+			r.Must(both(err, n))
+		}
+	}
+	worldtest.Local(t, 2, segment, test)
+	worldtest.Hosts(t, 2, 1, segment, test)
 }
 
 // A tag that nobody receives is an error of the sender that waits and of the receiver that waits for another, with both tags. The message is

@@ -77,8 +77,8 @@ func (*reductions) fault(f *faultWords, me int) error {
 		return nil
 	}
 	mine, theirs := kernels.ReduceCall{Count: int64(f.expected), Shape: f.myShape}, kernels.ReduceCall{Count: int64(f.sent), Shape: f.theirShape}
-	mine.SetWord(f.mine)
-	theirs.SetWord(f.theirs)
+	mine.SetWord(uint64(uint32(f.mine)))
+	theirs.SetWord(uint64(uint32(f.theirs)))
 	return &kernels.CallMismatchError{Rank: me, Peer: int(f.peer), Mine: mine, Theirs: theirs, Epoch: f.epoch}
 }
 

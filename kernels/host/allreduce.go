@@ -79,6 +79,7 @@ type reducing struct {
 	me       int
 	links    []link // the next rank first
 	met      int
+	agreed   agreed
 	mismatch error // the ranks' calls differ
 
 	// Two-shot: chunks of this rank's slice, and how many have been reduced.
@@ -105,7 +106,7 @@ func (x *reducing) sizes(int) string { return x.a.Call.String() }
 
 func (x *reducing) call(op kernels.Operation) error {
 	e, c, a := x.e, x.c, op.(*kernels.Reduction)
-	x.a, x.me = a, e.space.Rank
+	x.a, x.me, x.agreed = a, e.space.Rank, agreed{e.space.Rank, a.Call}
 	if c.Size == 1 {
 		move(a.Dst.Mem, a.Src.Mem)
 		return nil
@@ -193,8 +194,8 @@ func (x *reducing) meet() bool {
 		line := x.c.Entry(x.epoch, l.peer)
 		theirs := kernels.ReduceCall{Count: int64(x.e.word(x.me, line+entryCount).Load()), Shape: x.e.word(x.me, line+entryShape).Load()}
 		theirs.SetWord(x.e.word(x.me, line+entryCall).Load())
-		if theirs != x.a.Call && x.mismatch == nil {
-			x.mismatch = &kernels.CallMismatchError{Rank: x.me, Peer: l.peer, Mine: x.a.Call, Theirs: theirs, Epoch: x.epoch}
+		if x.mismatch == nil {
+			x.mismatch = x.agreed.with(x.me, &x.a.Call, l.peer, &theirs, x.epoch)
 		}
 		l.src = int64(x.e.word(x.me, line+entrySrc).Load()) - 1
 		l.dst = int64(x.e.word(x.me, line+entryDst).Load()) - 1
@@ -202,6 +203,28 @@ func (x *reducing) meet() bool {
 		x.met++
 	}
 	return moved
+}
+
+// agreed is the call of the rank that knows most of its elements, of those that have been compared: one that knows nothing of its own finds out
+// that two others have different ones, and all ranks come to the same verdict.
+type agreed struct {
+	rank int
+	call kernels.ReduceCall
+}
+
+// with compares the call of this rank, and what others know of their elements, with the call of a peer.
+func (k *agreed) with(me int, mine *kernels.ReduceCall, peer int, theirs *kernels.ReduceCall, epoch uint64) error {
+	as := *theirs
+	as.Elements = mine.Elements
+	switch {
+	case as != *mine:
+		return &kernels.CallMismatchError{Rank: me, Peer: peer, Mine: *mine, Theirs: *theirs, Epoch: epoch}
+	case !k.call.Elements.Alike(theirs.Elements):
+		return &kernels.CallMismatchError{Rank: k.rank, Peer: peer, Mine: k.call, Theirs: *theirs, Epoch: epoch}
+	case theirs.Elements > k.call.Elements:
+		*k = agreed{peer, *theirs}
+	}
+	return nil
 }
 
 // meetAll waits for every peer to enter the call.

@@ -137,6 +137,7 @@ func (x *reductionsAcross) meet(epoch uint64) (mismatch, err error) {
 	if err := x.w.flush(); err != nil { // of the call before
 		return nil, err
 	}
+	all := agreed{h.Rank, *c}
 	x.notice = sized(x.notice, 24)
 	for i, v := range [...]uint64{c.Word(), uint64(c.Count), c.Shape} {
 		binary.LittleEndian.PutUint64(x.notice[8*i:], v)
@@ -167,8 +168,8 @@ func (x *reductionsAcross) meet(epoch uint64) (mismatch, err error) {
 		bytes := e.space.Range(e.space.Rank, x.told(epoch, r), 24)
 		theirs.SetWord(binary.LittleEndian.Uint64(bytes))
 		theirs.Count, theirs.Shape = int64(binary.LittleEndian.Uint64(bytes[8:])), binary.LittleEndian.Uint64(bytes[16:])
-		if theirs != *c && mismatch == nil {
-			mismatch = &kernels.CallMismatchError{Rank: h.Rank, Peer: r, Mine: *c, Theirs: theirs, Epoch: epoch}
+		if mismatch == nil {
+			mismatch = all.with(h.Rank, c, r, &theirs, epoch)
 		}
 	}
 	return mismatch, nil

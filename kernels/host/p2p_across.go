@@ -144,6 +144,7 @@ type sending struct {
 	number, tag uint64
 	src         []byte
 	bytes       int64
+	extent      extent
 	pushed      int64
 	chunks      uint64
 	granted     bool
@@ -154,13 +155,14 @@ type sending struct {
 	told        bool // of an end that no launch has waited for
 	parked      bool
 	phase       uint64
-	expected    uint64
+	expected    extent
 }
 
 // incoming is a message of another host.
 type incoming struct {
 	number, tag uint64
 	bytes       int64
+	extent      extent
 	box         int
 	h           *end // that has claimed it
 	dst         []byte

@@ -15,7 +15,8 @@ func (f *farPair) posts() {
 			box := (k + int(f.seen%uint64(f.a.c.Boxes))) % f.a.c.Boxes
 			at := f.here + f.a.boxesAt() + int64(box)*f.a.boxBytes()
 			if f.number(at, 0) == f.seen+1 {
-				f.arrived = append(f.arrived, &incoming{number: f.seen + 1, tag: f.number(at, 1), bytes: int64(f.number(at, 2)), box: box, until: ^uint64(0)})
+				sent := extent(f.number(at, 2))
+				f.arrived = append(f.arrived, &incoming{number: f.seen + 1, tag: f.number(at, 1), bytes: sent.bytes(), extent: sent, box: box, until: ^uint64(0)})
 				f.back = nil
 				f.steps++
 				break
@@ -162,7 +163,7 @@ func (x *messaging) tookFar(h *end, f *farPair) bool {
 	return h.finish(nil)
 }
 
-// claimFar looks for the message of h, and claims it or refuses its size. It reports whether it has found one. The pair is locked.
+// claimFar looks for the message of h, and claims it or refuses its extent. It reports whether it has found one. The pair is locked.
 func (x *messaging) claimFar(h *end, f *farPair) (found bool, err error) {
 	for _, o := range f.pending {
 		if o == h {
@@ -176,18 +177,17 @@ func (x *messaging) claimFar(h *end, f *farPair) (found bool, err error) {
 	if i < 0 {
 		return false, x.wantFar(h, f)
 	}
-	m, dst := f.arrived[i], h.m.Buffer.Mem
+	m, dst, own := f.arrived[i], h.m.Buffer.Mem, extentOf(&h.m.Buffer)
 	f.arrived = slices.Delete(f.arrived, i, i+1)
 	f.pending = slices.DeleteFunc(f.pending, func(o *end) bool { return o == h })
 	h.far, h.rank = f, f.rank
 	f.steps++
 	switch {
-	case m.bytes != h.m.Buffer.Bytes:
-		if err := f.answer(m.number, disagreed, uint64(h.m.Buffer.Bytes)); err != nil {
+	case !m.extent.fits(own):
+		if err := f.answer(m.number, disagreed, uint64(own)); err != nil {
 			return false, err
 		}
-		return h.finish(&kernels.MessageMismatchError{Src: f.rank, Dst: f.a.hosts.Rank, Number: m.number, Tag: m.tag,
-			Sent: uint64(m.bytes), Expected: uint64(h.m.Buffer.Bytes)}), nil
+		return h.finish(m.extent.mismatch(f.rank, f.a.hosts.Rank, m.number, m.tag, own)), nil
 	case m.bytes <= f.a.c.EagerBytes:
 		copy(dst, f.e.space.Range(f.e.space.Rank, f.here+f.a.boxesAt()+int64(m.box)*f.a.boxBytes()+kernels.LineBytes, m.bytes))
 		x.w.moved(m.bytes)

@@ -90,7 +90,7 @@ func (x *messaging) overFar(h *end) error {
 }
 
 func (f *farPair) mismatch(o *sending) error {
-	return &kernels.MessageMismatchError{Src: f.a.hosts.Rank, Dst: f.rank, Number: o.number, Tag: o.tag, Sent: uint64(o.bytes), Expected: o.expected}
+	return o.extent.mismatch(f.a.hosts.Rank, f.rank, o.number, o.tag, o.expected)
 }
 
 // postFar puts a message into a free box. The pair is locked.
@@ -117,8 +117,8 @@ func (x *messaging) postFar(h *end) (bool, error) {
 	if f.records[box] == nil {
 		f.records[box] = make([]byte, a.boxBytes())
 	}
-	o := &sending{number: f.puts[postsWord] + 1, tag: h.m.Tag, bytes: n}
-	bytes := record(f.records[box], o.number, o.tag, uint64(n))
+	o := &sending{number: f.puts[postsWord] + 1, tag: h.m.Tag, bytes: n, extent: extentOf(&h.m.Buffer)}
+	bytes := record(f.records[box], o.number, o.tag, uint64(o.extent))
 	if n <= a.c.EagerBytes {
 		copy(f.records[box][kernels.LineBytes:], h.m.Buffer.Mem)
 		bytes = f.records[box][:kernels.LineBytes+n]
@@ -153,7 +153,7 @@ func (f *farPair) answers() {
 			case wantsStaging: // no longer
 				o.refused = true
 			default:
-				o.over, o.phase, o.expected = true, phase, f.number(at, 2)
+				o.over, o.phase, o.expected = true, phase, extent(f.number(at, 2))
 				f.drop(o)
 			}
 		}

@@ -77,10 +77,33 @@ func (c *PointBlock) Staging(src int) int64 { return c.line(src, stagingLine) }
 const (
 	boxState    = 0
 	boxTag      = 8
-	boxBytes    = 16
+	boxExtent   = 16
 	boxSource   = 24 // where the message lies at its sender, 0 when it is in the box
-	boxExpected = 32 // its size as the receiver has it, where they disagree
+	boxExpected = 32 // its extent as the receiver has it, where they disagree
 )
+
+// extent is the size of a message, and above it what is known of its elements, as ranks tell it each other.
+type extent uint64
+
+const elementsShift = 56
+
+func extentOf(b *kernels.Buffer) extent {
+	return extent(b.Bytes) | extent(b.Elements)<<elementsShift
+}
+
+func (x extent) bytes() int64               { return int64(x & (1<<elementsShift - 1)) }
+func (x extent) elements() kernels.Elements { return kernels.Elements(x >> elementsShift) }
+
+// fits reports whether a message of this extent can be received as another.
+func (x extent) fits(o extent) bool {
+	return x == o || x.bytes() == o.bytes() && x.elements().Alike(o.elements())
+}
+
+// mismatch is the error of a message of this extent that is received as another.
+func (x extent) mismatch(src, dst int, number, tag uint64, expected extent) error {
+	return &kernels.MessageMismatchError{Src: src, Dst: dst, Number: number, Tag: tag, Sent: uint64(x.bytes()), Expected: uint64(expected.bytes()),
+		SentElements: x.elements(), ExpectedElements: expected.elements()}
+}
 
 // The states of a message. The word has the number of the message above them, so it only grows. Sender and receiver both change it, from what
 // they have seen to something later.
@@ -92,7 +115,7 @@ const (
 	wantsStaging            // the receiver cannot read it, and wants it through staging
 	withdrawn               // the sender or the receiver has given up; this and what follows are ends
 	taken                   // the receiver has it
-	disagreed               // the receiver expects another size
+	disagreed               // the receiver expects another size, or other elements
 	phaseBits    = 4
 	phaseMask    = 1<<phaseBits - 1
 )

@@ -373,7 +373,7 @@ func (f *transfers) left(e *Engine, src, dst int) (list []string) {
 		case phase < offered || phase > offeredAgain:
 			continue
 		}
-		list = append(list, fmt.Sprintf("tag %d, %d bytes%s", e.word(dst, at+boxTag).Load(), e.word(dst, at+boxBytes).Load(), back))
+		list = append(list, fmt.Sprintf("tag %d, %d bytes%s", e.word(dst, at+boxTag).Load(), extent(e.word(dst, at+boxExtent).Load()).bytes(), back))
 	}
 	return list
 }

@@ -151,7 +151,7 @@ func (x *messaging) look(h *end) bool {
 	return x.read(h)
 }
 
-// claim looks for the message of h, and claims it or refuses its size. It reports whether it has found one.
+// claim looks for the message of h, and claims it or refuses its extent. It reports whether it has found one.
 func (x *messaging) claim(h *end, now look) bool {
 	e, c, me, pr := x.e, &x.f.c, x.e.space.Rank, &x.f.pairs[h.peer]
 	pr.in.Lock()
@@ -176,8 +176,8 @@ func (x *messaging) claim(h *end, now look) bool {
 	}
 	at := c.Box(h.peer, box)
 	word, number, to := e.word(me, at+boxState), state>>phaseBits, uint64(claimed)
-	if sent := e.word(me, at+boxBytes).Load(); sent != uint64(h.m.Buffer.Bytes) {
-		e.word(me, at+boxExpected).Store(uint64(h.m.Buffer.Bytes))
+	if own := extentOf(&h.m.Buffer); !extent(e.word(me, at+boxExtent).Load()).fits(own) {
+		e.word(me, at+boxExpected).Store(uint64(own))
 		to = disagreed
 	}
 	e.at(postingCredit, h.peer)

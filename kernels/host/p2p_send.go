@@ -7,7 +7,6 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/shm"
-	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // A sender waits for its receiver for as long as a copy takes, at least leastPatience, before it copies a message aside.
@@ -77,7 +76,7 @@ func (x *messaging) post(h *end) bool {
 		source = inSegment | uint64(h.m.Buffer.Place)
 	}
 	e.word(peer, at+boxTag).Store(h.m.Tag)
-	e.word(peer, at+boxBytes).Store(uint64(n))
+	e.word(peer, at+boxExtent).Store(uint64(extentOf(&h.m.Buffer)))
 	e.word(peer, at+boxSource).Store(source)
 	e.order(me)
 	e.at(signalling, peer)
@@ -117,7 +116,7 @@ func (f *transfers) reap(e *Engine) {
 	}
 }
 
-// complaint is a disagreement on the size of a message whose sender was done with it. Each is told once. The pair is locked.
+// complaint is a disagreement on a message whose sender was done with it. Each is told once. The pair is locked.
 func (f *transfers) complaint(e *Engine, peer int) error {
 	pr, me := &f.pairs[peer], e.space.Rank
 	if e.word(me, f.c.Complaints(peer)).Load() == pr.complain {
@@ -135,11 +134,11 @@ func (f *transfers) complaint(e *Engine, peer int) error {
 	return nil
 }
 
-// disagreement is the error of a message of which the ranks have different sizes.
+// disagreement is the error of a message of which the ranks have different extents.
 func (f *transfers) disagreement(e *Engine, src, dst, box int, number uint64) error {
 	at := f.c.Box(src, box)
-	return &kernels.MessageMismatchError{Src: e.space.Name(src), Dst: e.space.Name(dst), Number: number, Tag: e.word(dst, at+boxTag).Load(),
-		Sent: e.word(dst, at+boxBytes).Load(), Expected: e.word(dst, at+boxExpected).Load()}
+	sent, expected := extent(e.word(dst, at+boxExtent).Load()), extent(e.word(dst, at+boxExpected).Load())
+	return sent.mismatch(e.space.Name(src), e.space.Name(dst), number, e.word(dst, at+boxTag).Load(), expected)
 }
 
 // ended takes note of the end of a message that this rank has waited for.
