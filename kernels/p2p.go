@@ -155,11 +155,11 @@ type MessageMismatchError struct {
 
 // Error states both sizes, and both types of elements where they are not alike.
 func (e *MessageMismatchError) Error() string {
-	types := ""
+	text := fmt.Sprintf("kernels: message %d, tag %d: rank %d sends %d bytes to rank %d, which expects %d", e.Number, e.Tag, e.Src, e.Sent, e.Dst, e.Expected)
 	if !e.SentElements.Alike(e.ExpectedElements) {
-		types = fmt.Sprintf(" (sent as %v, expected as %v)", e.SentElements, e.ExpectedElements)
+		text += " (sent as " + e.SentElements.String() + ", expected as " + e.ExpectedElements.String() + ")"
 	}
-	return fmt.Sprintf("kernels: message %d, tag %d: rank %d sends %d bytes to rank %d, which expects %d", e.Number, e.Tag, e.Src, e.Sent, e.Dst, e.Expected) + types
+	return text
 }
 
 // Unwrap is comm.ErrMismatch.

@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -17,11 +18,13 @@ type transfers struct {
 	bounds *kernels.PointBounds
 	c      PointBlock    // of the ranks of this host, whose numbers are those in the space
 	across *pointsAcross // nil on one host
-	failed []failedWait  // by peer
-	pairs  []pair        // by peer
-	parked atomic.Int64  // bytes of messages that are copied aside
-	took   atomic.Int32  // the rank of the last message that a receive from any has taken
-	nonce  *shm.Nonce
+	pairs  []pair        // with the ranks of this host, by their number in the space
+	// partners are the others of the group, in the order of their ranks, and byRank has the same by rank.
+	partners, byRank []partner
+	anyone           partner      // stands for all of them where a receive from any rank waits
+	parked           atomic.Int64 // bytes of messages that are copied aside
+	next             atomic.Int32 // the partner at which a receive from any rank looks first
+	nonce            *shm.Nonce
 	// patience is how long a sender waits at least before it copies a message aside.
 	patience time.Duration
 
@@ -60,15 +63,27 @@ func (f *transfers) layout() kernels.Layout {
 // open leaves word of where this rank's memory is.
 func (f *transfers) open(e *Engine) {
 	space := &e.space
-	f.failed, f.pairs = make([]failedWait, space.Size), make([]pair, space.Size)
+	f.pairs, f.byRank = make([]pair, space.Size), make([]partner, f.bounds.Size)
 	for p := range f.pairs {
-		f.pairs[p].boxes = make([]outgoing, f.c.Boxes)
+		pr := &f.pairs[p]
+		pr.near, pr.f, pr.boxes = e.near(p), f, make([]outgoing, f.c.Boxes)
+		f.byRank[pr.rank] = pr
 	}
 	f.nonce = shm.NewNonce()
 	self := shm.Self(f.nonce)
 	self.Write(space.Range(space.Rank, f.c.Card(), shm.CardBytes))
+	f.anyone = &f.pairs[(space.Rank+1)%space.Size]
 	if f.across != nil {
 		f.across.openFars(e)
+		for _, p := range f.across.pairs {
+			f.byRank[p.rank] = p
+		}
+		f.anyone = f.across.pairs[0]
+	}
+	for rank, p := range f.byRank {
+		if rank != space.Name(space.Rank) {
+			f.partners = append(f.partners, p)
+		}
 	}
 }
 
@@ -79,19 +94,42 @@ func (f *transfers) stop(e *Engine) {
 	}
 }
 
-// index is the number in the space of a rank of the group, or far the rank where it is on another host.
-func (f *transfers) index(rank int) (index int, far *farPair) {
-	if f.across == nil || rank == kernels.AnyRank {
-		return rank, nil
-	}
-	if far = f.across.pair(rank); far != nil {
-		return elsewhere, far
-	}
-	return f.across.place(rank), nil
+// partner is another rank of the group as this family has it: *pair on this host, *farPair on another.
+type partner interface {
+	peer
+	// failing is the wait for it that has failed.
+	failing() *failedWait
+
+	// send and receive take a message to it, or from it, further, and report whether they have done anything. A receive that has none yet
+	// claims one.
+	send(x *messaging, i int) bool
+	receive(x *messaging, h *end) bool
+	// enlist puts a receive among those that wait for its messages, behind them or first. delist takes it out again.
+	enlist(h *end, first bool)
+	delist(h *end)
+	// withdraw ends a message to it, and giveBack what a receive has of one from it, that this rank does not wait for any longer.
+	withdraw(x *messaging, h *end, why error)
+	giveBack(x *messaging, h *end)
+	// alone is the rail on which a rank may sleep whose wait for it nothing else can end, nil if there is none.
+	alone() rails.Rail
+	// where says on which host it is, if on another, when a launch ends at its deadline.
+	where(x *messaging) string
+	// unreceived is its messages that wait here, in words, and wanting which one of this rank it waits for.
+	unreceived() []string
+	wanting() string
+
+	// transfer is a put, get, signal or wait, and shows says what can be seen of it there.
+	transfer(x *transferring) error
+	shows(x *transferring) string
 }
 
-// elsewhere is the index of a rank of another host.
-const elsewhere = -2
+// partner is a rank of the group, nil for kernels.AnyRank.
+func (f *transfers) partner(rank int) partner {
+	if rank == kernels.AnyRank {
+		return nil
+	}
+	return f.byRank[rank]
+}
 
 // ready tries to read the memory of every peer. Messages of those of which it cannot go through staging.
 func (f *transfers) ready(e *Engine) kernels.Traits {
@@ -167,12 +205,11 @@ func (f *failedWait) error() error { return fmt.Errorf("%w: %w", kernels.ErrFail
 
 // transferring is one launch of the kernel on one rank.
 type transferring struct {
-	f    *transfers
-	e    *Engine
-	a    *kernels.Transfer
-	w    waiter
-	peer int      // number in the space, or elsewhere:
-	far  *farPair // there
+	f  *transfers
+	e  *Engine
+	a  *kernels.Transfer
+	w  waiter
+	to partner
 }
 
 func (x *transferring) sizes(int) string {
@@ -183,54 +220,56 @@ func (x *transferring) sizes(int) string {
 }
 
 func (x *transferring) doing(rank int) string {
-	me, c := x.e.space.Rank, &x.f.c
-	switch {
-	case rank != x.a.Peer:
+	if rank != x.a.Peer {
 		return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", rank)
-	case x.far != nil:
-		return x.doingFar(x.far)
 	}
+	return x.to.shows(x)
+}
+
+func (p *pair) shows(x *transferring) string {
+	me, c := p.e.space.Rank, &p.f.c
 	return fmt.Sprintf("it has signalled %d times, and this rank has consumed %d",
-		x.e.word(me, c.Signals(x.peer, x.a.Semaphore)).Load(), x.e.word(me, c.Consumed(x.peer, x.a.Semaphore)).Load())
+		p.e.word(me, c.Signals(p.place, x.a.Semaphore)).Load(), p.e.word(me, c.Consumed(p.place, x.a.Semaphore)).Load())
 }
 
 func (x *transferring) run(p *port, f *transfers, a *kernels.Transfer) error {
 	x.f, x.e, x.a = f, p.e, a
 	defer x.reset()
-	e, me := p.e, p.e.space.Rank
-	e.count(x.f.c.Calls())
+	x.e.count(x.f.c.Calls())
 	x.w.begin(p, x, p.call(a, x.f.c.Calls(), 0), a.Timeout)
 	if f.across != nil {
 		x.w.crosses(f.across.fars)
 	}
-	if x.peer, x.far = f.index(a.Peer); x.far != nil {
-		return x.transferFar(x.far)
-	}
-	switch a.Kind {
+	x.to = f.partner(a.Peer)
+	return x.to.transfer(x)
+}
+
+func (p *pair) transfer(x *transferring) error {
+	switch e, a := p.e, x.a; a.Kind {
 	case kernels.PutTransfer:
-		x.copy(e.space.Range(x.peer, a.Place, a.Buffer.Bytes), a.Buffer.Mem)
+		x.copy(e.space.Range(p.place, a.Place, a.Buffer.Bytes), a.Buffer.Mem)
 	case kernels.GetTransfer:
-		x.copy(a.Buffer.Mem, e.space.Range(x.peer, a.Place, a.Buffer.Bytes))
+		x.copy(a.Buffer.Mem, e.space.Range(p.place, a.Place, a.Buffer.Bytes))
 	case kernels.SignalTransfer:
-		e.at(signalling, x.peer)
-		e.order(x.peer)
-		e.word(x.peer, x.f.c.Signals(me, a.Semaphore)).Add(1)
-		e.ring(x.peer)
+		e.at(signalling, p.place)
+		e.order(p.place)
+		e.word(p.place, p.f.c.Signals(e.space.Rank, a.Semaphore)).Add(1)
+		e.ring(p.place)
 	case kernels.WaitTransfer:
-		return x.consume()
+		return p.consume(x)
 	}
 	return nil
 }
 
 func (x *transferring) reset() {
 	x.w.leave()
-	x.f, x.e, x.a, x.far = nil, nil, nil, nil
+	x.f, x.e, x.a, x.to = nil, nil, nil, nil
 }
 
 // consume waits for a signal that no other launch consumes.
-func (x *transferring) consume() error {
-	e, me, a := x.e, x.e.space.Rank, x.a
-	signals, consumed := e.word(me, x.f.c.Signals(x.peer, a.Semaphore)), e.word(me, x.f.c.Consumed(x.peer, a.Semaphore))
+func (p *pair) consume(x *transferring) error {
+	e, me, a := p.e, p.e.space.Rank, x.a
+	signals, consumed := e.word(me, p.f.c.Signals(p.place, a.Semaphore)), e.word(me, p.f.c.Consumed(p.place, a.Semaphore))
 	for {
 		had := consumed.Load()
 		if signals.Load() > had {
@@ -240,14 +279,12 @@ func (x *transferring) consume() error {
 			}
 			continue
 		}
-		failed := &x.f.failed[x.peer]
-		if failed.late(&a.Turn) {
-			return failed.error()
+		if p.failed.late(&a.Turn) {
+			return p.failed.error()
 		}
-		peer := e.near(x.peer)
-		if err := x.w.idle(peer); err != nil {
-			err = x.w.fail(peer, err)
-			failed.fail(&a.Turn, err)
+		if err := x.w.idle(p); err != nil {
+			err = x.w.fail(p, err)
+			p.failed.fail(&a.Turn, err)
 			return err
 		}
 	}

@@ -196,14 +196,6 @@ func (a *pointsAcross) openFars(e *Engine) {
 	go a.tend()
 }
 
-// pair is that with a rank of the group, nil if it is of this host.
-func (a *pointsAcross) pair(rank int) *farPair {
-	if a == nil || rank < 0 || a.place(rank) >= 0 {
-		return nil
-	}
-	return a.pairs[a.index(rank)]
-}
-
 // put sends bytes to a place of the other rank, which are not written before they have left. f is locked.
 func (f *farPair) put(place int64, src []byte, word int) error {
 	if f.a.quiet {
@@ -220,16 +212,6 @@ func (f *farPair) silence(w *waiter, waited time.Duration) time.Duration {
 		f.landed, f.heard = n, time.Now()
 	}
 	return f.since(w, waited, f.heard)
-}
-
-// anybody is whichever rank of another host a receive from any rank waits for.
-type anybody struct{ *farPair }
-
-func (b anybody) silence(w *waiter, waited time.Duration) time.Duration {
-	for _, f := range b.a.pairs {
-		waited = min(waited, f.silence(w, waited))
-	}
-	return waited
 }
 
 // progress moves what is between the ranks. It reports whether that was anything. f is locked.

@@ -114,13 +114,12 @@ func (f *farPair) drain() error {
 	return nil
 }
 
-// receiveFar takes a message from another host further, that h has claimed or that is for it. It reports whether it has done anything.
-func (x *messaging) receiveFar(h *end, f *farPair) bool {
+func (f *farPair) receive(x *messaging, h *end) bool {
 	f.mu.Lock()
-	moved, err := x.progressFar(f)
+	moved, err := f.progressFor(x)
 	if err == nil {
 		var did bool
-		did, err = x.receiveOn(h, f)
+		did, err = f.receiveOn(x, h)
 		moved = moved || did
 	}
 	f.mu.Unlock()
@@ -128,43 +127,49 @@ func (x *messaging) receiveFar(h *end, f *farPair) bool {
 	case err != nil:
 		x.forget(h, x.w.fail(f, err))
 		return true
-	case h.want == kernels.AnyRank && h.far == nil && !h.listed:
-		x.enlist(h, true)
-	case h.want == kernels.AnyRank && h.far != nil && h.listed:
-		x.delistAll(h, kernels.AnyRank)
+	case h.stage == unposted && !h.listed:
+		x.enlist(h, true, f)
+	case h.stage != unposted && h.listed:
+		x.delist(h, f)
 	}
 	return moved
 }
 
-// receiveOn is receiveFar where the pair is locked.
-func (x *messaging) receiveOn(h *end, f *farPair) (moved bool, err error) {
+// receiveOn is receive where the pair is locked.
+func (f *farPair) receiveOn(x *messaging, h *end) (moved bool, err error) {
 	if h.in == nil {
-		return x.claimFar(h, f)
+		return f.claim(x, h)
 	}
 	switch h.in.phase {
 	case taken:
-		return x.tookFar(h, f), nil
+		return x.took(h), nil
 	case withdrawn: // its sender has given up
-		h.in, h.stage, h.seen = nil, unposted, never
-		if h.want == kernels.AnyRank {
-			h.far, h.rank = nil, kernels.AnyRank
-		} else {
-			f.pending = slices.Insert(f.pending, 0, h)
-		}
+		x.lose(h)
+		f.pending = listed(f.pending, h, true)
 		return true, nil
 	}
 	return false, nil
 }
 
-func (x *messaging) tookFar(h *end, f *farPair) bool {
-	if h.m.From != nil {
-		*h.m.From = f.rank
-	}
-	return h.finish(nil)
+func (f *farPair) enlist(h *end, first bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.pending = listed(f.pending, h, first)
 }
 
-// claimFar looks for the message of h, and claims it or refuses its extent. It reports whether it has found one. The pair is locked.
-func (x *messaging) claimFar(h *end, f *farPair) (found bool, err error) {
+func (f *farPair) delist(h *end) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.strike(h)
+}
+
+// strike is delist where the pair is locked.
+func (f *farPair) strike(h *end) {
+	f.pending = slices.DeleteFunc(f.pending, func(o *end) bool { return o == h })
+}
+
+// claim looks for the message of h, and claims it or refuses its extent. It reports whether it has found one. The pair is locked.
+func (f *farPair) claim(x *messaging, h *end) (found bool, err error) {
 	for _, o := range f.pending {
 		if o == h {
 			break
@@ -175,12 +180,12 @@ func (x *messaging) claimFar(h *end, f *farPair) (found bool, err error) {
 	}
 	i := slices.IndexFunc(f.arrived, func(m *incoming) bool { return m.tag == h.m.Tag })
 	if i < 0 {
-		return false, x.wantFar(h, f)
+		return false, f.want(x, h)
 	}
 	m, dst, own := f.arrived[i], h.m.Buffer.Mem, extentOf(&h.m.Buffer)
 	f.arrived = slices.Delete(f.arrived, i, i+1)
-	f.pending = slices.DeleteFunc(f.pending, func(o *end) bool { return o == h })
-	h.far, h.rank = f, f.rank
+	f.strike(h)
+	h.with = f
 	f.steps++
 	switch {
 	case !m.extent.fits(own):
@@ -194,7 +199,7 @@ func (x *messaging) claimFar(h *end, f *farPair) (found bool, err error) {
 		if err := f.answer(m.number, taken, 0); err != nil {
 			return false, err
 		}
-		return x.tookFar(h, f), nil
+		return x.took(h), nil
 	}
 	m.h, m.dst = h, dst
 	h.in, h.stage = m, inBox
@@ -205,20 +210,18 @@ func (x *messaging) claimFar(h *end, f *farPair) (found bool, err error) {
 // wantAfter is how long a receive waits before it tells the other rank what it waits for. That is for the error of a send with another tag.
 const wantAfter = 50 * time.Millisecond
 
-// wantFar tells the other rank once. The pair is locked.
-func (x *messaging) wantFar(h *end, f *farPair) error {
-	if h.wanted || time.Since(x.w.from) < wantAfter || h.want == kernels.AnyRank {
+// want tells the other rank once. The pair is locked.
+func (f *farPair) want(x *messaging, h *end) error {
+	if h.wanted || time.Since(x.w.from) < wantAfter || h.any() {
 		return nil
 	}
 	h.wanted = true
 	return f.put(f.there+f.a.wantsAt(), record(make([]byte, farRecord), h.m.Tag, uint64(h.m.Buffer.Bytes)), wantsWord)
 }
 
-// forgetFar ends a receive that this rank does not wait for any longer.
-func (x *messaging) forgetFar(h *end, why error) {
-	f := h.far
+func (f *farPair) giveBack(_ *messaging, h *end) {
 	f.mu.Lock()
-	f.pending = slices.DeleteFunc(f.pending, func(o *end) bool { return o == h })
+	defer f.mu.Unlock()
 	if m := h.in; m != nil && m.phase == 0 {
 		m.h, m.dst, h.in = nil, nil, nil
 		switch i := slices.Index(f.queue, m); {
@@ -230,21 +233,17 @@ func (x *messaging) forgetFar(h *end, why error) {
 			f.arrived = slices.Insert(f.arrived, at, m)
 		}
 	}
-	f.mu.Unlock()
-	if h.listed {
-		x.delistAll(h, kernels.AnyRank)
-	}
-	h.finish(why)
 }
 
-// insteadFar says what a rank of another host does instead.
-func (x *messaging) insteadFar(h *end) string {
-	f := h.far
+func (f *farPair) unreceived() []string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if h.m.Receive {
-		return unreceivedOf(f.rank, f.a.hosts.Rank, f.unclaimed())
-	}
+	return f.unclaimed()
+}
+
+func (f *farPair) wanting() string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	return f.wants()
 }
 

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
@@ -22,50 +23,57 @@ func (f *farPair) number(at int64, i int) uint64 {
 	return f.e.word(f.e.space.Rank, at+int64(8*i)).Load()
 }
 
-// sendFar takes a message to another host further. It reports whether it has done anything.
-func (x *messaging) sendFar(i int) bool {
+func (f *farPair) failing() *failedWait { return &f.failed }
+
+func (f *farPair) alone() rails.Rail {
+	if f.a.active.Load() > 1 { // another launch may do what one waits for
+		return nil
+	}
+	return f.rail
+}
+
+func (f *farPair) where(x *messaging) string {
+	return fmt.Sprintf(" after %v: on host %d", x.a.Timeout, f.host)
+}
+
+func (f *farPair) send(x *messaging, i int) bool {
 	h := &x.ends[i]
-	h.far.mu.Lock()
-	moved, err := x.progressFar(h.far)
+	f.mu.Lock()
+	moved, err := f.progressFor(x)
 	if err == nil {
 		var did bool
-		did, err = x.sendOn(i)
+		did, err = f.sendOn(x, i)
 		moved = moved || did
 	}
-	h.far.mu.Unlock()
+	f.mu.Unlock()
 	if err != nil {
-		x.withdrawFar(h, x.w.fail(h.far, err))
+		f.withdraw(x, h, x.w.fail(f, err))
 	}
 	return moved || err != nil
 }
 
-// sendOn is sendFar where the pair is locked.
-func (x *messaging) sendOn(i int) (moved bool, err error) {
+// sendOn is send where the pair is locked.
+func (f *farPair) sendOn(x *messaging, i int) (moved bool, err error) {
 	h := &x.ends[i]
-	o, f := h.out, h.far
-	if o == nil {
-		for j := range x.ends[:i] { // a message does not overtake one that found no box
-			if e := &x.ends[j]; !e.m.Receive && e.far == f && e.stage == unposted {
-				return false, nil
-			}
-		}
-		return x.postFar(h)
-	}
+	o := h.out
 	switch {
+	case o == nil && x.overtakes(i):
+	case o == nil:
+		return f.post(x, h)
 	case o.over:
 		o.awaited, o.told = false, true
-		return h.finish(x.overFar(h)), nil
+		return h.finish(f.ended(x, h)), nil
 	case o.pushed == o.bytes || o.back:
 		o.awaited, o.src, o.told = false, nil, o.back
-		return h.finish(x.overFar(h)), nil
+		return h.finish(f.ended(x, h)), nil
 	case !o.granted:
-		return x.parkFar(h), nil
+		return f.park(x, h), nil
 	}
 	return false, nil
 }
 
-// progressFar is progress on behalf of a launch. f is locked.
-func (x *messaging) progressFar(f *farPair) (moved bool, err error) {
+// progressFor is progress on behalf of a launch. f is locked.
+func (f *farPair) progressFor(x *messaging) (moved bool, err error) {
 	moved, err = f.progress()
 	if moved {
 		x.w.moved(f.bytes)
@@ -77,10 +85,9 @@ func (x *messaging) progressFar(f *farPair) (moved bool, err error) {
 	return moved, err
 }
 
-// overFar is the error of a message whose receiver has said how it ended.
-func (x *messaging) overFar(h *end) error {
-	o, f := h.out, h.far
-	switch {
+// ended is the error of a message whose receiver has said how it ended.
+func (f *farPair) ended(x *messaging, h *end) error {
+	switch o := h.out; {
 	case o.phase == disagreed:
 		return f.mismatch(o)
 	case o.back || o.phase == withdrawn:
@@ -93,10 +100,9 @@ func (f *farPair) mismatch(o *sending) error {
 	return o.extent.mismatch(f.a.hosts.Rank, f.rank, o.number, o.tag, o.expected)
 }
 
-// postFar puts a message into a free box. The pair is locked.
-func (x *messaging) postFar(h *end) (bool, error) {
-	f, a := h.far, h.far.a
-	box := -1
+// post puts a message into a free box. The pair is locked.
+func (f *farPair) post(x *messaging, h *end) (bool, error) {
+	a, box := f.a, -1
 	for k := range f.boxes {
 		switch o := f.boxes[k]; {
 		case o == nil:
@@ -209,9 +215,9 @@ func (f *farPair) takeBack(o *sending) error {
 	return f.put(f.there+f.a.withdrawnAt()+int64(k)*farRecord, record(f.backs[k], o.number, o.chunks), withdrawnWord)
 }
 
-// parkFar copies a message aside when its receiver is late; then its sender is done. The pair is locked.
-func (x *messaging) parkFar(h *end) bool {
-	o, a, n := h.out, h.far.a, h.out.bytes
+// park copies a message aside when its receiver is late; then its sender is done. The pair is locked.
+func (f *farPair) park(x *messaging, h *end) bool {
+	o, a, n := h.out, f.a, h.out.bytes
 	if x.since.IsZero() {
 		x.since = time.Now()
 		return false
@@ -231,13 +237,13 @@ func (x *messaging) parkFar(h *end) bool {
 	return h.finish(nil)
 }
 
-// withdrawFar takes a message back. Its user has the source again when it returns.
-func (x *messaging) withdrawFar(h *end, why error) {
-	if h.out == nil {
+// withdraw takes a message back. Its user has the source again when it returns.
+func (f *farPair) withdraw(_ *messaging, h *end, why error) {
+	o := h.out
+	if o == nil {
 		h.finish(why)
 		return
 	}
-	f, o := h.far, h.out
 	f.mu.Lock()
 	_ = f.hear()
 	if !o.over && !o.back && o.pushed < o.bytes {

@@ -10,27 +10,25 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// transferFar is a put, get, signal or wait with a rank of another host.
-func (x *transferring) transferFar(f *farPair) error {
+func (f *farPair) transfer(x *transferring) error {
 	f.a.active.Add(1)
 	defer f.a.active.Add(-1)
 	x.w.from = time.Now()
-	var err error
 	switch x.a.Kind {
 	case kernels.PutTransfer:
-		err = x.putFar(f)
+		return f.write(x)
 	case kernels.GetTransfer:
-		err = x.getFar(f)
+		return f.read(x)
 	case kernels.SignalTransfer:
-		err = x.untilFar(f, func() (bool, error) { return f.signal(x.a.Semaphore) })
+		return f.until(x, func() (bool, error) { return f.signal(x.a.Semaphore) })
 	case kernels.WaitTransfer:
-		err = x.untilFar(f, func() (bool, error) { return f.consume(x.a.Semaphore) })
+		return f.until(x, func() (bool, error) { return f.consume(x.a.Semaphore) })
 	}
-	return err
+	return nil
 }
 
-// untilFar calls step until it is done, with f locked.
-func (x *transferring) untilFar(f *farPair, step func() (bool, error)) error {
+// until calls step until it is done, with f locked.
+func (f *farPair) until(x *transferring, step func() (bool, error)) error {
 	for {
 		f.mu.Lock()
 		done, err := step()
@@ -44,9 +42,7 @@ func (x *transferring) untilFar(f *farPair, step func() (bool, error)) error {
 		case f.failed.late(&x.a.Turn):
 			return f.failed.error()
 		}
-		if x.w.rail = f.rail; f.a.active.Load() > 1 { // another launch may do what this one waits for
-			x.w.rail = nil
-		}
+		x.w.rail = f.alone()
 		if err := x.w.idle(f); err != nil {
 			err = x.w.fail(f, err)
 			f.failed.fail(&x.a.Turn, err)
@@ -55,8 +51,7 @@ func (x *transferring) untilFar(f *farPair, step func() (bool, error)) error {
 	}
 }
 
-// doingFar says what can be seen of the other rank.
-func (x *transferring) doingFar(f *farPair) (seen string) {
+func (f *farPair) shows(x *transferring) (seen string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch word := signalsWord + x.a.Semaphore; x.a.Kind {
@@ -75,7 +70,7 @@ func (x *transferring) doingFar(f *farPair) (seen string) {
 	return seen
 }
 
-func (x *transferring) putFar(f *farPair) error {
+func (f *farPair) write(x *transferring) error {
 	src, place := x.a.Buffer.Mem, x.a.Place
 	var leaves uint64
 	for len(src) > 0 {
@@ -96,7 +91,7 @@ func (x *transferring) putFar(f *farPair) error {
 		return nil
 	}
 	var had uint64
-	err := x.untilFar(f, func() (bool, error) {
+	err := f.until(x, func() (bool, error) {
 		_, left, err := f.a.hosts.Rail.Left()
 		if left != had {
 			had, f.heard = left, time.Now()
@@ -111,15 +106,15 @@ func (x *transferring) putFar(f *farPair) error {
 	return err
 }
 
-// getFar asks the other rank for parts, and copies them as they come.
-func (x *transferring) getFar(f *farPair) error {
+// read asks the other rank for parts, and copies them as they come.
+func (f *farPair) read(x *transferring) error {
 	dst, place := x.a.Buffer.Mem, x.a.Place
 	part := f.a.c.StagingBytes
 	var asked, last uint64 // parts of this get, and the number of the last one of any
 	f.gets.Lock()
 	defer f.gets.Unlock()
 	first := f.asked
-	return x.untilFar(f, func() (bool, error) {
+	return f.until(x, func() (bool, error) {
 		came := f.count(repliesWord)
 		for len(dst) > 0 && came > first+last {
 			n := min(int64(len(dst)), part)

@@ -11,6 +11,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/flight"
+	"github.com/switchyard-moe/switchyard/internal/rails"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
@@ -24,8 +25,11 @@ import (
 //
 // A sender of a large message whose receiver is late copies it aside, and is done too. So ranks that all send first come to their receives.
 
-// pair is what this rank keeps of one peer.
+// pair is what this rank keeps of one of its host.
 type pair struct {
+	*near
+	f        *transfers
+	failed   failedWait
 	memory   shm.Process
 	readable bool
 
@@ -74,25 +78,33 @@ type messaging struct {
 // end is this rank's end of one message during a launch.
 type end struct {
 	m      *kernels.Message
-	want   int // kernels.AnyRank, elsewhere, or the number of the peer in the space
-	peer   int // number in the space; kernels.AnyRank until a receive from any rank has claimed a message
-	rank   int // that of the peer in the group; kernels.AnyRank until then
+	with   partner // nil until a receive from any rank has claimed a message
 	stage  stage
 	box    int
 	number uint64
 	state  *atomic.Uint64
 	err    error
 	seen   look
-	others []look // in the place of seen, by rank, of a receive from any
+	others []look // in the place of seen, by the number of the peer in the space, of a receive from any
+	listed bool   // a receive is among those that wait
 	// Staging: the turn, and how many chunks and bytes have been moved.
 	turn, chunk uint64
 	moved       int64
-	// A peer on another host, and the message in a box there, or the one that comes.
-	far    *farPair
+	// With a partner on another host: the message in a box there, or the one that comes.
 	out    *sending
 	in     *incoming
-	wanted bool // the peer has been told
-	listed bool // a receive from any rank is among those that wait
+	wanted bool // it has been told
+}
+
+// any reports whether a receive takes a message of any rank.
+func (h *end) any() bool { return h.m.Peer == kernels.AnyRank }
+
+// rank is the partner's, kernels.AnyRank as long as there is none.
+func (h *end) rank() int {
+	if h.with == nil {
+		return kernels.AnyRank
+	}
+	return h.with.id().rank
 }
 
 // look is what a receive has seen of a peer's messages when it found none for itself. It looks again when that has changed.
@@ -109,8 +121,7 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 	x.w.begin(p, x, p.call(a, f.c.Calls(), 0), a.Timeout)
 	for i := range a.List {
 		m := &a.List[i]
-		peer, far := f.index(m.Peer)
-		x.ends = append(x.ends, end{m: m, want: peer, peer: peer, rank: m.Peer, far: far, seen: never})
+		x.ends = append(x.ends, end{m: m, with: f.partner(m.Peer), seen: never})
 	}
 	if f.across != nil {
 		x.w.from = time.Now()
@@ -121,7 +132,7 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 	e.order(e.space.Rank)
 	for i := range x.ends {
 		if h := &x.ends[i]; h.m.Receive {
-			x.enlist(h, false)
+			x.enlist(h, false, nil)
 		}
 	}
 	for {
@@ -134,7 +145,7 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 			if h.m.Receive {
 				moved = x.receive(h) || moved
 			} else {
-				moved = x.send(i) || moved
+				moved = h.with.send(x, i) || moved
 			}
 			if h.stage != ended && waits == nil {
 				waits = h
@@ -172,35 +183,55 @@ func (x *messaging) run(p *port, f *transfers, a *kernels.Messages) error {
 
 // failed is the wait for h's peer that has failed, nil for a message of any rank.
 func (x *messaging) failed(h *end) *failedWait {
-	switch {
-	case h.rank == kernels.AnyRank:
+	if h.with == nil {
 		return nil
-	case h.far != nil:
-		return &h.far.failed
 	}
-	return &x.f.failed[h.peer]
+	return h.with.failing()
 }
+
+func (p *pair) failing() *failedWait { return &p.failed }
 
 // idle waits a little for h, or for anything else.
 func (x *messaging) idle(h *end) error {
 	x.w.rail = nil
-	if h.far != nil && h.far.a.active.Load() == 1 && !slices.ContainsFunc(x.ends, func(h end) bool { return h.far == nil && h.stage != ended }) {
-		x.w.rail = h.far.rail // nothing else may do what this rank waits for
+	for i := range x.ends {
+		o := &x.ends[i]
+		if o.stage == ended {
+			continue
+		}
+		if o.with == nil {
+			x.w.rail = nil
+			break
+		}
+		if x.w.rail = o.with.alone(); x.w.rail == nil {
+			break
+		}
 	}
 	return x.w.idle(x.peer(h))
 }
 
-// peer is whom an end waits for, or one of them.
+func (*pair) alone() rails.Rail { return nil }
+
+// peer is whom an end waits for, or all that may send it something.
 func (x *messaging) peer(h *end) peer {
-	switch {
-	case h.far != nil:
-		return h.far
-	case h.peer != kernels.AnyRank:
-		return x.e.near(h.peer)
-	case x.f.across != nil:
-		return anybody{x.f.across.pairs[0]}
+	if h.with == nil {
+		return anybody{x.f.anyone, x.f}
 	}
-	return x.e.near((x.e.space.Rank + 1) % x.f.c.Size)
+	return h.with
+}
+
+// anybody is whichever rank a receive from any rank waits for: the silence is that of the one that was heard last.
+type anybody struct {
+	partner
+	f *transfers
+}
+
+func (b anybody) silence(w *waiter, waited time.Duration) time.Duration {
+	least := waited
+	for _, p := range b.f.partners {
+		least = min(least, p.silence(w, waited))
+	}
+	return least
 }
 
 func (x *messaging) reset() {
@@ -240,11 +271,10 @@ func (x *messaging) giveUp(first *end, err error) {
 		}
 		own := why
 		if errors.Is(err, comm.ErrTimeout) {
-			switch where := x.where(h); {
-			case h.rank == kernels.AnyRank:
+			if h.with == nil {
 				own = fmt.Errorf("kernels: %s: %w (%s): %s", x.a.Operation(), comm.ErrTimeout, h, x.instead(h))
-			case h != first || h.far != nil:
-				own = &comm.PeerError{Rank: h.rank, Op: x.a.Operation(), Err: fmt.Errorf("%w%s (%s): %s", comm.ErrTimeout, where, h, x.instead(h))}
+			} else if where := h.with.where(x); h != first || where != "" {
+				own = &comm.PeerError{Rank: h.rank(), Op: x.a.Operation(), Err: fmt.Errorf("%w%s (%s): %s", comm.ErrTimeout, where, h, x.instead(h))}
 			}
 		}
 		if failed := x.failed(h); failed != nil {
@@ -254,23 +284,14 @@ func (x *messaging) giveUp(first *end, err error) {
 	}
 }
 
-// where says on which host the peer of a message is, if on another.
-func (x *messaging) where(h *end) string {
-	if h.far == nil {
-		return ""
-	}
-	return fmt.Sprintf(" after %v: on host %d", x.a.Timeout, h.far.host)
-}
+func (*pair) where(*messaging) string { return "" }
 
 // leave ends a message that this rank does not wait for any longer.
 func (x *messaging) leave(h *end, why error) {
-	switch {
-	case h.m.Receive:
+	if h.m.Receive {
 		x.forget(h, why)
-	case h.far != nil:
-		x.withdrawFar(h, why)
-	default:
-		x.withdraw(h, why)
+	} else {
+		h.with.withdraw(x, h, why)
 	}
 }
 
@@ -280,16 +301,16 @@ func (h *end) String() string {
 	if h.m.Receive {
 		way = "from"
 	}
-	if h.rank == kernels.AnyRank {
+	if h.with == nil {
 		return fmt.Sprintf("tag %d, %d bytes %s any rank", h.m.Tag, h.m.Buffer.Bytes, way)
 	}
-	return fmt.Sprintf("tag %d, %d bytes %s rank %d", h.m.Tag, h.m.Buffer.Bytes, way, h.rank)
+	return fmt.Sprintf("tag %d, %d bytes %s rank %d", h.m.Tag, h.m.Buffer.Bytes, way, h.rank())
 }
 
 // first is the message that the launch waits for, of those with a rank if there is one.
 func (x *messaging) first(rank int) (found *end) {
 	for i := range x.ends {
-		if h := &x.ends[i]; h.stage != ended && (found == nil || h.rank == rank && found.m.Peer != rank) {
+		if h := &x.ends[i]; h.stage != ended && (found == nil || h.rank() == rank && found.m.Peer != rank) {
 			found = h
 		}
 	}
@@ -304,7 +325,7 @@ func (x *messaging) sizes(rank int) string {
 }
 
 func (x *messaging) doing(rank int) string {
-	if h := x.first(rank); h != nil && h.rank == rank {
+	if h := x.first(rank); h != nil && h.rank() == rank {
 		return x.instead(h)
 	}
 	return fmt.Sprintf("rank %d is busy, stopped, or makes other calls", rank)
@@ -312,35 +333,28 @@ func (x *messaging) doing(rank int) string {
 
 // instead says what the peer of a message does instead.
 func (x *messaging) instead(h *end) string {
-	if h.far != nil {
-		return x.insteadFar(h)
-	}
-	if h.rank == kernels.AnyRank {
+	me := x.e.space.Name(x.e.space.Rank)
+	if h.with == nil {
 		var list []string
-		for p := range x.f.c.Size {
-			if p != x.e.space.Rank && len(x.f.left(x.e, p, x.e.space.Rank)) > 0 {
-				list = append(list, x.f.unreceived(x.e, p, x.e.space.Rank))
-			}
-		}
-		if a := x.f.across; a != nil {
-			for _, f := range a.pairs {
-				f.mu.Lock()
-				if left := f.unclaimed(); len(left) > 0 {
-					list = append(list, unreceivedOf(f.rank, a.hosts.Rank, left))
-				}
-				f.mu.Unlock()
+		for _, p := range x.f.partners {
+			if left := p.unreceived(); len(left) > 0 {
+				list = append(list, unreceivedOf(p.id().rank, me, left))
 			}
 		}
 		if len(list) == 0 {
-			return fmt.Sprintf("no rank has sent a message that rank %d has not received", x.e.space.Name(x.e.space.Rank))
+			return fmt.Sprintf("no rank has sent a message that rank %d has not received", me)
 		}
 		return strings.Join(list[:min(len(list), mostNamed)], "; ")
 	}
 	if h.m.Receive {
-		return x.f.unreceived(x.e, h.peer, x.e.space.Rank)
+		return unreceivedOf(h.rank(), me, h.with.unreceived())
 	}
-	return x.f.wants(x.e, h.peer)
+	return h.with.wanting()
 }
+
+func (p *pair) unreceived() []string { return p.f.left(p.e, p.place, p.e.space.Rank) }
+
+func (p *pair) wanting() string { return p.f.wants(p.e, p.place) }
 
 // wants says which message of this rank a peer waits for.
 func (f *transfers) wants(e *Engine, peer int) string {

@@ -5,155 +5,130 @@ import (
 	"sync/atomic"
 
 	"github.com/switchyard-moe/switchyard/internal/shm"
-	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// each calls f for every peer whose messages a receive may take.
-func (x *messaging) each(h *end, f func(p int, pr *pair)) {
-	for p := range x.f.pairs {
-		if p == h.want || h.m.Peer == kernels.AnyRank && p != x.e.space.Rank {
-			f(p, &x.f.pairs[p])
-		}
-	}
-}
-
-// eachFar calls f for every rank of other hosts whose messages a receive may take, locked.
-func (x *messaging) eachFar(h *end, f func(p *farPair)) {
-	if x.f.across == nil {
+// from calls f for every partner whose messages a receive may take.
+func (x *messaging) from(h *end, f func(p partner)) {
+	if !h.any() {
+		f(h.with)
 		return
 	}
-	for _, p := range x.f.across.pairs {
-		if h.m.Peer == kernels.AnyRank || p == h.far {
-			p.mu.Lock()
-			f(p)
-			p.mu.Unlock()
-		}
+	for _, p := range x.f.partners {
+		f(p)
 	}
 }
 
-// enlist puts a receive behind those that wait for the same peers, or before them.
-func (x *messaging) enlist(h *end, first bool) {
-	if h.m.Peer == kernels.AnyRank {
-		h.others, h.listed = slices.Repeat([]look{never}, x.f.c.Size), true
+// enlist puts a receive behind those that wait for the same partners, or before them. It is in the list of one of them already.
+func (x *messaging) enlist(h *end, first bool, but partner) {
+	if h.any() {
+		h.others = slices.Repeat([]look{never}, x.f.c.Size)
 	}
-	x.eachFar(h, func(f *farPair) {
-		at := 0
-		if !first {
-			at = len(f.pending)
-		}
-		f.pending = slices.Insert(f.pending, at, h)
-	})
-	x.each(h, func(_ int, pr *pair) {
-		at := 0
-		pr.in.Lock()
-		if !first {
-			at = len(pr.pending)
-		}
-		pr.pending = slices.Insert(pr.pending, at, h)
-		pr.in.Unlock()
-	})
-}
-
-// sight is what h has seen of the messages of the peer that it looks at.
-func (h *end) sight() *look {
-	if h.others != nil {
-		return &h.others[h.peer]
-	}
-	return &h.seen
-}
-
-// want tells the peer what this rank waits for. The pair is locked.
-func (x *messaging) want(h *end) {
-	pr, at, me := &x.f.pairs[h.peer], x.f.c.Wanted(h.peer), x.e.space.Rank
-	if *h.sight() == never {
-		x.e.word(me, at+wantedTag).Store(h.m.Tag)
-		x.e.word(me, at+wantedBytes).Store(uint64(h.m.Buffer.Bytes))
-	}
-	x.e.word(me, at+wantedCount).Store(uint64(len(pr.pending)))
-}
-
-// delist takes a receive out again, of those that wait for p. The pair is locked.
-func (x *messaging) delist(h *end, p int) {
-	pr := &x.f.pairs[p]
-	if i := slices.Index(pr.pending, h); i >= 0 {
-		pr.pending = slices.Delete(pr.pending, i, i+1)
-	}
-	pr.changed.Add(1)
-	x.e.word(x.e.space.Rank, x.f.c.Wanted(p)+wantedCount).Store(uint64(len(pr.pending)))
-}
-
-// delistAll takes a receive out of the lists of all its peers but one.
-func (x *messaging) delistAll(h *end, but int) {
-	x.each(h, func(p int, pr *pair) {
+	x.from(h, func(p partner) {
 		if p != but {
-			pr.in.Lock()
-			x.delist(h, p)
-			pr.in.Unlock()
+			p.enlist(h, first)
 		}
 	})
-	x.eachFar(h, func(f *farPair) {
-		f.pending = slices.DeleteFunc(f.pending, func(o *end) bool { return o == h })
+	h.listed = true
+}
+
+// delist takes a receive out of the lists of all its partners but one.
+func (x *messaging) delist(h *end, but partner) {
+	x.from(h, func(p partner) {
+		if p != but {
+			p.delist(h)
+		}
 	})
 	h.listed = false
 }
 
-// receive takes a message to this rank further. It reports whether it has done anything.
-func (x *messaging) receive(h *end) bool {
-	switch {
-	case h.far != nil:
-		return x.receiveFar(h, h.far)
-	case h.stage == inStaging:
-		return x.drain(h)
-	case h.m.Peer != kernels.AnyRank:
-		return x.look(h)
+func (pr *pair) enlist(h *end, first bool) {
+	pr.in.Lock()
+	defer pr.in.Unlock()
+	pr.pending = listed(pr.pending, h, first)
+}
+
+// listed is a list with a receive at its end, or before all others.
+func listed(list []*end, h *end, first bool) []*end {
+	if first {
+		return slices.Insert(list, 0, h)
 	}
-	me, n := x.e.space.Rank, x.f.c.Size
-	since := int(x.f.took.Load()) // no rank is preferred
+	return append(list, h)
+}
+
+func (pr *pair) delist(h *end) {
+	pr.in.Lock()
+	defer pr.in.Unlock()
+	pr.strike(h)
+}
+
+// strike is delist where the pair is locked.
+func (pr *pair) strike(h *end) {
+	if i := slices.Index(pr.pending, h); i >= 0 {
+		pr.pending = slices.Delete(pr.pending, i, i+1)
+	}
+	pr.changed.Add(1)
+	pr.e.word(pr.e.space.Rank, pr.f.c.Wanted(pr.place)+wantedCount).Store(uint64(len(pr.pending)))
+}
+
+// sight is what h has seen of the messages of the pair's rank.
+func (pr *pair) sight(h *end) *look {
+	if h.others != nil {
+		return &h.others[pr.place]
+	}
+	return &h.seen
+}
+
+// want tells the rank what this one waits for. The pair is locked.
+func (pr *pair) want(h *end) {
+	at, me := pr.f.c.Wanted(pr.place), pr.e.space.Rank
+	if *pr.sight(h) == never {
+		pr.e.word(me, at+wantedTag).Store(h.m.Tag)
+		pr.e.word(me, at+wantedBytes).Store(uint64(h.m.Buffer.Bytes))
+	}
+	pr.e.word(me, at+wantedCount).Store(uint64(len(pr.pending)))
+}
+
+// receive takes a message to this rank further. It reports whether it has done anything.
+func (x *messaging) receive(h *end) (moved bool) {
+	if h.with != nil {
+		return h.with.receive(x, h)
+	}
+	n := len(x.f.partners)
+	first := int(x.f.next.Load()) // no rank is preferred
 	for k := range n {
-		if h.peer = (since + 1 + k) % n; h.peer != me && x.look(h) {
-			if h.stage == unposted { // a message was lost to its sender
-				h.peer = kernels.AnyRank
-			} else {
-				h.rank = x.e.space.Name(h.peer)
-			}
+		at := (first + k) % n
+		moved = x.f.partners[at].receive(x, h) || moved
+		if h.with != nil || h.stage == ended {
+			x.f.next.Store(int32((at + 1) % n))
 			return true
 		}
 	}
-	h.peer = kernels.AnyRank
-	if a := x.f.across; a != nil {
-		for _, f := range a.pairs {
-			if x.receiveFar(h, f) && (h.stage != unposted || h.far != nil) {
-				return true
-			}
-		}
-	}
-	return false
+	return moved
 }
 
-// look is receive with the peer of h.
-func (x *messaging) look(h *end) bool {
-	e, c, pr := x.e, &x.f.c, &x.f.pairs[h.peer]
-	now := look{e.word(e.space.Rank, c.Posted(h.peer)).Load(), pr.changed.Load()}
-	if now == *h.sight() {
+func (pr *pair) receive(x *messaging, h *end) bool {
+	if h.stage == inStaging {
+		return pr.drain(x, h)
+	}
+	e := pr.e
+	now := look{e.word(e.space.Rank, pr.f.c.Posted(pr.place)).Load(), pr.changed.Load()}
+	if now == *pr.sight(h) || !pr.claim(h, now) {
 		return false
 	}
-	if !x.claim(h, now) {
-		return false
+	if h.stage == unposted { // a message was lost to its sender
+		return true
 	}
-	if h.m.Peer == kernels.AnyRank && h.stage != unposted {
-		x.f.took.Store(int32(h.peer))
-		x.delistAll(h, h.peer)
-	}
+	x.delist(h, pr)
 	if h.stage != inBox {
 		return true
 	}
-	e.order(h.peer)
-	return x.read(h)
+	e.order(pr.place)
+	return pr.read(x, h)
 }
 
 // claim looks for the message of h, and claims it or refuses its extent. It reports whether it has found one.
-func (x *messaging) claim(h *end, now look) bool {
-	e, c, me, pr := x.e, &x.f.c, x.e.space.Rank, &x.f.pairs[h.peer]
+func (pr *pair) claim(h *end, now look) bool {
+	e, c, me, peer := pr.e, &pr.f.c, pr.e.space.Rank, pr.place
 	pr.in.Lock()
 	defer pr.in.Unlock()
 	for _, o := range pr.pending {
@@ -161,60 +136,60 @@ func (x *messaging) claim(h *end, now look) bool {
 			break
 		}
 		if o.m.Tag == h.m.Tag { // it came first
-			x.want(h)
-			*h.sight() = now
+			pr.want(h)
+			*pr.sight(h) = now
 			return false
 		}
 	}
-	box, state, held := x.find(h, now.posted)
+	box, state, held := pr.find(h, now.posted)
 	if box < 0 {
-		x.want(h)
+		pr.want(h)
 		if !held {
-			*h.sight() = now
+			*pr.sight(h) = now
 		}
 		return false
 	}
-	at := c.Box(h.peer, box)
+	at := c.Box(peer, box)
 	word, number, to := e.word(me, at+boxState), state>>phaseBits, uint64(claimed)
 	if own := extentOf(&h.m.Buffer); !extent(e.word(me, at+boxExtent).Load()).fits(own) {
 		e.word(me, at+boxExpected).Store(uint64(own))
 		to = disagreed
 	}
-	e.at(postingCredit, h.peer)
+	e.at(postingCredit, peer)
 	if !word.CompareAndSwap(state, stateOf(number, to)) {
 		return true // its sender has been faster: look again
 	}
 	if number == pr.gone+1 {
 		pr.gone++
 	}
-	x.delist(h, h.peer)
-	h.box, h.number, h.state, h.stage = box, number, word, inBox
+	pr.strike(h)
+	h.with, h.box, h.number, h.state, h.stage = pr, box, number, word, inBox
 	if to == claimed {
 		return true
 	}
-	err := x.f.disagreement(e, h.peer, me, box, number)
-	e.word(h.peer, c.Complaints(me)).Add(1)
-	e.ring(h.peer)
+	err := pr.f.disagreement(e, peer, me, box, number)
+	e.word(peer, c.Complaints(me)).Add(1)
+	e.ring(peer)
 	return h.finish(err)
 }
 
 // find is the box with the least number that has the tag of h, -1 if there is none. held says that its sender is about to offer it again. The
 // pair is locked.
-func (x *messaging) find(h *end, last uint64) (box int, state uint64, isHeld bool) {
-	e, c, me, pr := x.e, &x.f.c, x.e.space.Rank, &x.f.pairs[h.peer]
+func (pr *pair) find(h *end, last uint64) (box int, state uint64, isHeld bool) {
+	e, c, me, peer := pr.e, &pr.f.c, pr.e.space.Rank, pr.place
 	if last == pr.gone {
 		return -1, 0, false
 	}
 	// Most often the next message is the one, where its sender looks for room first.
 	box = int(pr.gone % uint64(c.Boxes))
-	at := c.Box(h.peer, box)
+	at := c.Box(peer, box)
 	if state = e.word(me, at+boxState).Load(); state == stateOf(pr.gone+1, offered) && e.word(me, at+boxTag).Load() == h.m.Tag {
 		return box, state, false
 	}
 	box = -1
 	least := last + 1 // of the messages that are there, of any tag
 	for k := range c.Boxes {
-		at := c.Box(h.peer, k)
+		at := c.Box(peer, k)
 		s := e.word(me, at+boxState).Load()
 		if phase := s & phaseMask; phase < offered || phase > offeredAgain {
 			continue
@@ -234,8 +209,8 @@ func (x *messaging) find(h *end, last uint64) (box int, state uint64, isHeld boo
 }
 
 // read copies a message that h has claimed.
-func (x *messaging) read(h *end) bool {
-	e, c, me, peer := x.e, &x.f.c, x.e.space.Rank, h.peer
+func (pr *pair) read(x *messaging, h *end) bool {
+	e, c, me, peer := pr.e, &pr.f.c, pr.e.space.Rank, pr.place
 	at, dst := c.Box(peer, h.box), h.m.Buffer.Mem
 	source := e.word(me, at+boxSource).Load()
 	e.at(takingData, peer)
@@ -244,7 +219,7 @@ func (x *messaging) read(h *end) bool {
 		copy(dst, e.space.Range(me, c.Payload(peer, h.box), int64(len(dst))))
 	case source&inSegment != 0:
 		x.w.copy(dst, e.space.Range(peer, int64(source&^inSegment), int64(len(dst))), int64(len(dst)) >= e.cacheBytes)
-	case !x.pull(h, uintptr(source)):
+	case !pr.pull(x, h, uintptr(source)):
 		e.at(signalling, peer)
 		if !h.state.CompareAndSwap(stateOf(h.number, claimed), stateOf(h.number, wantsStaging)) {
 			return x.again(h)
@@ -254,21 +229,21 @@ func (x *messaging) read(h *end) bool {
 		return true
 	}
 	e.order(peer)
-	return x.take(h, claimed)
+	return pr.take(x, h, claimed)
 }
 
 // pull reads a message in its sender's memory. It fails where that cannot be read.
-func (x *messaging) pull(h *end, source uintptr) bool {
-	pr, dst := &x.f.pairs[h.peer], h.m.Buffer.Mem
+func (pr *pair) pull(x *messaging, h *end, source uintptr) bool {
+	e, dst := pr.e, h.m.Buffer.Mem
 	if !pr.readable {
 		return false
 	}
-	if x.e.bells != nil {
-		x.w.copy(dst, shm.At(source, int64(len(dst))), int64(len(dst)) >= x.e.cacheBytes)
+	if e.bells != nil {
+		x.w.copy(dst, shm.At(source, int64(len(dst))), int64(len(dst)) >= e.cacheBytes)
 		return true
 	}
-	for at := int64(0); at < int64(len(dst)); at += x.e.pullBytes {
-		part := dst[at:min(at+x.e.pullBytes, int64(len(dst)))]
+	for at := int64(0); at < int64(len(dst)); at += e.pullBytes {
+		part := dst[at:min(at+e.pullBytes, int64(len(dst)))]
 		if pr.memory.Read(part, source+uintptr(at)) != nil {
 			return false
 		}
@@ -278,29 +253,39 @@ func (x *messaging) pull(h *end, source uintptr) bool {
 }
 
 // take ends a message that has been copied, if its sender has not withdrawn it meanwhile.
-func (x *messaging) take(h *end, from uint64) bool {
-	x.e.at(signalling, h.peer)
+func (pr *pair) take(x *messaging, h *end, from uint64) bool {
+	pr.e.at(signalling, pr.place)
 	if !h.state.CompareAndSwap(stateOf(h.number, from), stateOf(h.number, taken)) {
 		return x.again(h)
 	}
-	x.e.ring(h.peer)
+	pr.e.ring(pr.place)
+	return x.took(h)
+}
+
+// took ends a receive that has its message.
+func (x *messaging) took(h *end) bool {
 	if h.m.From != nil {
-		*h.m.From = x.e.space.Name(h.peer)
+		*h.m.From = h.rank()
 	}
 	return h.finish(nil)
 }
 
 // again has h wait for another message, before the receives that came later.
 func (x *messaging) again(h *end) bool {
-	h.stage, h.moved, h.chunk, h.turn, h.seen = unposted, 0, 0, 0, never
-	h.peer, h.rank = h.want, h.m.Peer
-	x.enlist(h, true)
+	x.lose(h)
+	x.enlist(h, true, nil)
 	return true
 }
 
+// lose has h forget the message that it had claimed.
+func (x *messaging) lose(h *end) {
+	h.in, h.stage, h.moved, h.chunk, h.turn, h.seen = nil, unposted, 0, 0, 0, never
+	h.with = x.f.partner(h.m.Peer)
+}
+
 // drain copies chunks out of staging.
-func (x *messaging) drain(h *end) (moved bool) {
-	e, c, me, peer := x.e, &x.f.c, x.e.space.Rank, h.peer
+func (pr *pair) drain(x *messaging, h *end) (moved bool) {
+	e, c, me, peer := pr.e, &pr.f.c, pr.e.space.Rank, pr.place
 	line := c.Staging(peer)
 	if h.state.Load() != stateOf(h.number, wantsStaging) {
 		return x.again(h)
@@ -323,7 +308,7 @@ func (x *messaging) drain(h *end) (moved bool) {
 		e.ring(peer)
 	}
 	if h.moved == int64(len(h.m.Buffer.Mem)) {
-		return x.take(h, wantsStaging)
+		return pr.take(x, h, wantsStaging)
 	}
 	return moved
 }
@@ -340,14 +325,18 @@ func raise(word *atomic.Uint64, v uint64) {
 
 // forget ends a receive that this rank does not wait for any longer.
 func (x *messaging) forget(h *end, why error) {
-	if h.far != nil {
-		x.forgetFar(h, why)
-		return
+	if h.with != nil {
+		h.with.giveBack(x, h)
 	}
+	if h.listed {
+		x.delist(h, nil)
+	}
+	h.finish(why)
+}
+
+func (pr *pair) giveBack(_ *messaging, h *end) {
 	if h.stage == inStaging {
 		h.state.CompareAndSwap(stateOf(h.number, wantsStaging), stateOf(h.number, withdrawn))
-		x.e.ring(h.peer)
+		pr.e.ring(pr.place)
 	}
-	x.delistAll(h, kernels.AnyRank)
-	h.finish(why)
 }

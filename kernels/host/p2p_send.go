@@ -15,41 +15,42 @@ const (
 	copySpeed     = 4 // bytes a nanosecond
 )
 
-// send takes a message of this rank further. It reports whether it has done anything.
-func (x *messaging) send(i int) bool {
+func (pr *pair) send(x *messaging, i int) bool {
 	h := &x.ends[i]
-	if h.far != nil {
-		return x.sendFar(i)
-	}
 	switch h.stage {
 	case unposted:
-		for j := range x.ends[:i] { // a message does not overtake one that found no box
-			if o := &x.ends[j]; !o.m.Receive && o.far == nil && o.peer == h.peer && o.stage == unposted {
-				return false
-			}
-		}
-		return x.post(h)
+		return !x.overtakes(i) && pr.post(h)
 	case inStaging:
-		return x.fill(h)
+		return pr.fill(x, h)
 	}
 	switch state := h.state.Load(); state & phaseMask {
 	case wantsStaging:
-		return x.fill(h)
+		return pr.fill(x, h)
 	case offered:
-		return x.park(h, state)
+		return pr.park(x, h, state)
 	case withdrawn, taken, disagreed:
-		return x.ended(h, state)
+		return pr.ended(x, h, state)
+	}
+	return false
+}
+
+// overtakes reports whether a message would overtake one to the same rank that found no box.
+func (x *messaging) overtakes(i int) bool {
+	for j := range x.ends[:i] {
+		if o := &x.ends[j]; !o.m.Receive && o.with == x.ends[i].with && o.stage == unposted {
+			return true
+		}
 	}
 	return false
 }
 
 // post puts a message into a free box.
-func (x *messaging) post(h *end) bool {
-	e, c, f := x.e, &x.f.c, x.f
-	me, peer, pr := e.space.Rank, h.peer, &f.pairs[h.peer]
+func (pr *pair) post(h *end) bool {
+	e, f, c := pr.e, pr.f, &pr.f.c
+	me, peer := e.space.Rank, pr.place
 	pr.out.Lock()
 	defer pr.out.Unlock()
-	if err := f.complaint(e, peer); err != nil {
+	if err := pr.complaint(); err != nil {
 		return h.finish(err)
 	}
 	box := -1
@@ -117,8 +118,8 @@ func (f *transfers) reap(e *Engine) {
 }
 
 // complaint is a disagreement on a message whose sender was done with it. Each is told once. The pair is locked.
-func (f *transfers) complaint(e *Engine, peer int) error {
-	pr, me := &f.pairs[peer], e.space.Rank
+func (pr *pair) complaint() error {
+	e, f, peer, me := pr.e, pr.f, pr.place, pr.e.space.Rank
 	if e.word(me, f.c.Complaints(peer)).Load() == pr.complain {
 		return nil
 	}
@@ -142,14 +143,13 @@ func (f *transfers) disagreement(e *Engine, src, dst, box int, number uint64) er
 }
 
 // ended takes note of the end of a message that this rank has waited for.
-func (x *messaging) ended(h *end, state uint64) bool {
-	pr := &x.f.pairs[h.peer]
+func (pr *pair) ended(x *messaging, h *end, state uint64) bool {
 	var err error
 	switch state & phaseMask {
 	case disagreed:
-		err = x.f.disagreement(x.e, x.e.space.Rank, h.peer, h.box, h.number)
+		err = pr.f.disagreement(pr.e, pr.e.space.Rank, pr.place, h.box, h.number)
 	case withdrawn:
-		err = &comm.PeerError{Rank: h.rank, Op: x.a.Operation(), Err: fmt.Errorf("%w: it has given up (%s)", comm.ErrTimeout, h)}
+		err = &comm.PeerError{Rank: pr.rank, Op: x.a.Operation(), Err: fmt.Errorf("%w: it has given up (%s)", comm.ErrTimeout, h)}
 	}
 	pr.out.Lock()
 	pr.boxes[h.box].owned, pr.boxes[h.box].told = false, true
@@ -164,14 +164,14 @@ func (x *messaging) ended(h *end, state uint64) bool {
 }
 
 // park copies a message aside when its receiver is late, if that could read it there: then its sender is done.
-func (x *messaging) park(h *end, state uint64) bool {
-	e, f, n := x.e, x.f, h.m.Buffer.Bytes
+func (pr *pair) park(x *messaging, h *end, state uint64) bool {
+	e, f, n := pr.e, pr.f, h.m.Buffer.Bytes
 	if x.since.IsZero() {
 		x.since = time.Now()
 		return false
 	}
 	if f.patience > 0 && (x.w.polls%spinsPerLook != 0 && !x.w.entered || time.Since(x.since) < max(f.patience, time.Duration(n/copySpeed))) ||
-		e.word(h.peer, f.c.Wanted(e.space.Rank)+wantedReads).Load() == 0 {
+		e.word(pr.place, f.c.Wanted(e.space.Rank)+wantedReads).Load() == 0 {
 		return false
 	}
 	f.reap(e)
@@ -181,22 +181,21 @@ func (x *messaging) park(h *end, state uint64) bool {
 	}
 	aside := make([]byte, n)
 	x.w.copy(aside, h.m.Buffer.Mem, false)
-	pr := &f.pairs[h.peer]
-	e.word(h.peer, f.c.Box(e.space.Rank, h.box)+boxSource).Store(uint64(shm.Addr(aside)))
+	e.word(pr.place, f.c.Box(e.space.Rank, h.box)+boxSource).Store(uint64(shm.Addr(aside)))
 	e.order(e.space.Rank)
 	pr.out.Lock()
 	pr.boxes[h.box].aside, pr.boxes[h.box].owned = aside, false
 	pr.out.Unlock()
-	e.at(signalling, h.peer)
+	e.at(signalling, pr.place)
 	h.state.Store(stateOf(h.number, offeredAgain))
-	e.ring(h.peer)
+	e.ring(pr.place)
 	return h.finish(nil)
 }
 
 // fill copies chunks to staging, while it is this message's turn.
-func (x *messaging) fill(h *end) (moved bool) {
-	e, c := x.e, &x.f.c
-	me, peer, pr := e.space.Rank, h.peer, &x.f.pairs[h.peer]
+func (pr *pair) fill(x *messaging, h *end) (moved bool) {
+	e, c := pr.e, &pr.f.c
+	me, peer := e.space.Rank, pr.place
 	line := c.Staging(me)
 	owner, filled, drained := e.word(peer, line+stagingOwner), e.word(peer, line+stagingFilled), e.word(peer, line+stagingDrained)
 	if h.stage == inBox {
@@ -230,14 +229,14 @@ func (x *messaging) fill(h *end) (moved bool) {
 		moved = true
 	}
 	if state := h.state.Load(); state&phaseMask >= withdrawn {
-		return x.ended(h, state)
+		return pr.ended(x, h, state)
 	}
 	return moved
 }
 
 // withdraw takes a message back. Its user has the source again when it returns: in one process, where reading what its owner has freed could
 // be fatal, it waits for a receiver that is in the middle of a copy.
-func (x *messaging) withdraw(h *end, why error) {
+func (pr *pair) withdraw(x *messaging, h *end, why error) {
 	if h.stage == unposted {
 		h.finish(why)
 		return
@@ -246,17 +245,17 @@ func (x *messaging) withdraw(h *end, why error) {
 		state := h.state.Load()
 		switch phase := state & phaseMask; {
 		case phase >= withdrawn:
-			x.ended(h, state)
+			pr.ended(x, h, state)
 			return
-		case phase == claimed && x.e.bells != nil:
-			if x.e.pause(h.peer) != nil {
+		case phase == claimed && pr.e.bells != nil:
+			if pr.e.pause(pr.place) != nil {
 				runtime.Gosched()
 			}
 			continue
 		}
-		x.e.at(withdrawing, h.peer)
+		pr.e.at(withdrawing, pr.place)
 		if h.state.CompareAndSwap(state, stateOf(h.number, withdrawn)) {
-			x.ended(h, stateOf(h.number, withdrawn))
+			pr.ended(x, h, stateOf(h.number, withdrawn))
 			h.err = why
 			return
 		}
