@@ -141,3 +141,49 @@ for _ in range(3):
     assert "rank=0" in line
     assert "operation=all_reduce to=gloo" in line
     assert "Switchyard does not reduce this element type with this operator" in line
+
+
+WITHOUT_UCX = """
+import torch
+import torch.distributed as dist
+import switchyard.torch
+
+dist.init_process_group("switchyard")
+rank = dist.get_rank()
+for g in (None, dist.new_group(), dist.new_group()):
+    for _ in range(2):
+        x, y = torch.full((3,), rank + 1.0), torch.empty(2)
+        dist.all_reduce(x, group=g)
+        assert x.tolist() == [3.0] * 3
+        dist.all_to_all_single(y, torch.arange(2.0) + 10 * rank, group=g)
+        assert y.tolist() == [rank, 10.0 + rank]
+dist.barrier()
+dist.destroy_process_group()
+print("as torch does")
+"""
+
+
+def test_a_process_warns_once_that_there_is_no_ucx(tmp_path):
+    """Calls of all groups across hosts go to gloo, and rank 0 says why, once however many groups and calls there are."""
+    (tmp_path / "libucp.so.0").write_text("no library")
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_UCX)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH")]))
+    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(world.free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **meet, "LD_LIBRARY_PATH": path, "RANK": str(rank), "SWITCHYARD_HOSTID": f"host {rank}"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [p.communicate(timeout=world.HANGS)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    assert all("as torch does" in text for text in said), said
+    assert [text.count("UserWarning: switchyard: the ranks of group") for text in said] == [1, 0], said
+    assert re.search(r"UserWarning: .*cannot have symmetric memory .*libucp\.so\.0.*its calls go to torch", said[0]), said[0]

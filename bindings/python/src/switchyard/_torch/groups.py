@@ -38,6 +38,23 @@ def warn_alone(text: str, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
+class Told:
+    """The reasons for which groups of this process have gone to torch, each of which is told once."""
+
+    def __init__(self) -> None:
+        self._lock, self._known = threading.Lock(), set[str]()
+
+    def first(self, why: str) -> bool:
+        """Whether no group has had this reason before."""
+        with self._lock:
+            before = len(self._known)
+            self._known.add(why)
+            return len(self._known) > before
+
+
+_told = Told()
+
+
 def check_timeout(call: str, timeout: Any) -> None:
     """Refuse what is no timeout, before anybody keeps it."""
     if not isinstance(timeout, timedelta):
@@ -273,7 +290,7 @@ class Group:
         except errors.Unsupported as err:  # on all ranks
             why = f"are on several hosts, and cannot have symmetric memory ({err})"
         if comm is None:
-            if self.rank == 0:
+            if self.rank == 0 and _told.first(why):
                 warn_alone(f"switchyard: the ranks of group {self.name!r} {why}: its calls go to torch", 3)
             store = dist.PrefixStore(f"switchyard/gloo/{again or ''}", self._store)
             elsewhere = dist.ProcessGroup(store, self.rank, self.size)
