@@ -51,3 +51,11 @@ func (s *Namespace) Cut() {
 		s.t.Fatal(err)
 	}
 }
+
+// Mend ends a Cut.
+func (s *Namespace) Mend() {
+	s.t.Helper()
+	if err := s.Namespace.Mend(); err != nil {
+		s.t.Fatal(err)
+	}
+}

@@ -145,6 +145,9 @@ func (s *Namespace) run(commands ...string) error {
 // Cut takes the namespace off the others, without a word to those that are connected.
 func (s *Namespace) Cut() error { return s.run("ip link set " + s.Device + " down") }
 
+// Mend ends a Cut.
+func (s *Namespace) Mend() error { return s.run("ip link set " + s.Device + " up") }
+
 // Limit bounds what the namespace sends: rate is as tc writes it, such as 2gbit.
 func (s *Namespace) Limit(rate string) error {
 	return s.run("tc qdisc replace dev " + s.Device + " root tbf rate " + rate + " burst 512kb latency 50ms")
