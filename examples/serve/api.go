@@ -261,6 +261,7 @@ type condition struct {
 
 type at struct {
 	Rank    int   `json:"rank"`
+	Host    int   `json:"host,omitempty"` // 0 for that of the front
 	Process int   `json:"process,omitempty"`
 	Experts []int `json:"experts"`
 	// Waited is the seconds that this rank has waited for each rank since they met.
@@ -277,7 +278,7 @@ func (f *front) condition() condition {
 		for _, d := range s.waited {
 			waited = append(waited, math.Round(1e3*d.Seconds())/1e3)
 		}
-		c.Ranks = append(c.Ranks, at{s.rank, s.pid, s.experts, waited})
+		c.Ranks = append(c.Ranks, at{s.rank, s.host, s.pid, s.experts, waited})
 	}
 	return c
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"net"
 	"slices"
 	"sync"
 	"time"
@@ -47,27 +48,28 @@ type front struct {
 	meet   joining
 	window int // bytes that the model sees
 	wake   chan struct{}
+	port   net.Listener // of a server on several hosts, which lenders call
 
 	mu      sync.Mutex
 	state   string
 	queue   []*request // that wait
 	running []*request
-	seats   []*seat // in the order of their ranks
-	lost    int     // ranks, so far
-	came    int     // fresh ranks, so far
-	steps   int     // so far
-	bytes   int     // made so far
+	seats   []*seat        // in the order of their ranks
+	lost    int            // ranks, so far
+	came    int            // fresh ranks, so far
+	steps   int            // so far
+	bytes   int            // made so far
+	rounds  map[int]*round // by host
 
 	// Of the loop alone.
-	fresh    *seat     // a rank that is not in the group yet
-	reading  bool      // that it was told to read the model
+	fresh    []*seat   // ranks that are not in the group yet: one, or those of a host
 	retry    time.Time // when another one may be started
 	started  int       // ranks that ever were
 	failures int       // steps in a row that failed
 }
 
 func newFront(o options, meet joining, window int, log *slog.Logger) *front {
-	return &front{options: o, log: log, meet: meet, window: window, wake: make(chan struct{}, 1), state: starting}
+	return &front{options: o, log: log, meet: meet, window: window, wake: make(chan struct{}, 1), state: starting, rounds: map[int]*round{}}
 }
 
 // stir has the loop look at what there is to do.
@@ -121,9 +123,8 @@ func (r *request) end(err error) {
 
 // openAnew starts as many ranks as there were at the beginning, after all were lost. Requests that are under way go on with them.
 func (f *front) openAnew() error {
-	if f.fresh != nil {
-		f.drop()
-	}
+	_ = f.dismiss(f.fresh)
+	f.fresh = nil
 	f.become(ready, starting)
 	return f.open()
 }
@@ -137,12 +138,12 @@ func (f *front) become(was, now string) {
 	}
 }
 
-// open starts the ranks and has them meet.
+// open starts the ranks of this host and has them meet.
 func (f *front) open() error {
 	where := fmt.Sprintf("%s-from-%d", f.meet.Addr, f.started)
 	var seats []*seat
-	for range f.Ranks {
-		s, err := f.sit()
+	for local := range f.perHost() {
+		s, err := f.sit(local)
 		if err != nil {
 			return errors.Join(err, f.dismiss(seats))
 		}
@@ -161,7 +162,7 @@ func (f *front) open() error {
 		}
 		answers := ask(seats, lag, func(i int) *order {
 			j := f.meet
-			j.Rank, j.Size, j.Addr, j.GPU = i, f.Ranks, where, i
+			j.Rank, j.Size, j.Addr, j.GPU = i, len(seats), where, i
 			return &order{Do: do, Join: j}
 		})
 		for i, a := range answers {
@@ -175,18 +176,22 @@ func (f *front) open() error {
 	f.seats = seats
 	f.mu.Unlock()
 	f.become(starting, ready)
-	f.log.Info("ready", "ranks", f.Ranks, "experts", f.experts())
+	f.log.Info("ready", "ranks", len(seats), "experts", f.experts())
 	return nil
 }
 
-// sit starts one rank.
-func (f *front) sit() (*seat, error) {
+// sit starts one rank on this host.
+func (f *front) sit(local int) (*seat, error) {
 	f.started++
 	s, err := sit(f.started, f.Procs, f.stir)
-	if err == nil && s.pid > 0 {
+	if err != nil {
+		return nil, err
+	}
+	s.local = local
+	if s.pid > 0 {
 		f.log.Info("a rank is started", "process", s.pid)
 	}
-	return s, err
+	return s, nil
 }
 
 // dismiss kills ranks that are of no use.
@@ -350,12 +355,10 @@ func (f *front) fail(state string, why error) {
 
 // leave ends the ranks in good order.
 func (f *front) leave() {
-	if f.fresh != nil {
-		f.fresh.kill()
-		<-f.fresh.ended
-	}
-	ask(f.seats, stopTimeout, sameOrder(&order{Do: "leave"}))
-	for _, s := range f.seats {
-		<-s.ended
+	for _, seats := range [][]*seat{f.seats, append(f.fresh, f.waiting()...)} {
+		ask(seats, stopTimeout, sameOrder(&order{Do: "leave"}))
+		for _, s := range seats {
+			<-s.ended
+		}
 	}
 }

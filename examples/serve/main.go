@@ -7,6 +7,10 @@
 //	go run ./examples/serve -cuda -ranks 2   the same with tokens that GPUs carry, one for each rank
 //	go run ./examples/moe -save model        trains for longer, and
 //	go run ./examples/serve -model model     serves that
+//
+//	SWITCHYARD_SECRET=... switchyard run -nodes 2 -node 0 -addr node0:29500 -n 1 serve -model model
+//	                                         on two hosts: the same with -node 1 on the other one
+//
 //	go run ./examples/serve -load 50         50 clients ask the server, and print tokens a second, p50 and p99
 //
 //	curl -N localhost:8080/v1/completions -d '{"prompt": "func main() {", "max_tokens": 100, "stream": true}'
@@ -17,6 +21,7 @@
 //     lost, and let a fresh one in.
 //   - batch.go: the front, which makes the steps: the queue, the batch, the end
 //   - heal.go, seats.go: ranks as the front sees them, goroutines or processes
+//   - hosts.go: ranks on other hosts, and the process there that starts them
 //   - balance.go: experts move to where ranks are equally busy, and the busiest have copies
 //   - api.go: HTTP
 //   - metrics.go: metrics, a table and a page of what the ranks do
@@ -67,11 +72,15 @@ type options struct {
 	url               string
 	span              time.Duration
 	rank              bool
+
+	Hosts int
+	world comm.Config // of several hosts: which one this is, where the front is, and the secret
 }
 
 var errUsage = errors.New("wrong flags")
 
 func parse(args []string, out io.Writer) (o options, err error) {
+	o.Hosts = 1
 	f := flag.NewFlagSet("serve", flag.ContinueOnError)
 	f.SetOutput(out)
 	f.IntVar(&o.Ranks, "ranks", 4, "ranks that share the work")
@@ -140,7 +149,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 	case err != nil:
 		return err
 	case o.rank:
-		err := new(rank).run(os.Stdin, os.Stdout)
+		err := (&rank{process: os.Getpid()}).run(os.Stdin, os.Stdout)
 		if errors.Is(err, io.EOF) { // the front has ended
 			err = nil
 		}
@@ -149,6 +158,16 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 		during, stop := context.WithTimeout(ctx, o.span)
 		defer stop()
 		return load(during, o.url, o.load, o.tokens, out)
+	}
+	log := slog.New(slog.NewTextHandler(out, nil))
+	conf, err := comm.FromEnv()
+	if err != nil {
+		log.Warn("this server is on one host alone", "error", err)
+	} else if err := o.spread(conf); err != nil {
+		return err
+	}
+	if o.world.Rank > 0 {
+		return lend(ctx, o, log)
 	}
 	at, err := net.Listen("tcp", o.addr)
 	if err != nil {
@@ -169,7 +188,7 @@ func run(ctx context.Context, args []string, out io.Writer) error {
 			return err
 		}
 	}
-	f, err := prepare(o, slog.New(slog.NewTextHandler(out, nil)))
+	f, err := prepare(o, log)
 	if err != nil {
 		return err
 	}
@@ -205,6 +224,9 @@ func prepare(o options, log *slog.Logger) (*front, error) {
 	meet := joining{Addr: "@switchyard-serve-" + rand.Text(), Secret: []byte(rand.Text()), PeerTimeout: o.PeerTimeout,
 		Model: o.model, Digest: m.Digest, Batch: o.Batch, Patience: joinTimeout,
 		Spare: o.Spare, Balance: o.Balance, CUDA: o.CUDA}
+	if o.Hosts > 1 {
+		meet.Secret = nil // each host has it: it does not go over the network
+	}
 	return newFront(o, meet, m.Config.Context, log), nil
 }
 
@@ -215,6 +237,12 @@ func (f *front) serve(ctx context.Context, at net.Listener) error {
 	gone := make(chan error, 1)
 	go func() { gone <- api.Serve(at) }()
 	f.log.Info("listening", "at", "http://"+at.Addr().String())
+	if f.Hosts > 1 {
+		if err := f.listen(); err != nil {
+			return errors.Join(err, api.Close())
+		}
+		defer f.port.Close()
+	}
 	if err := f.open(); err != nil {
 		return errors.Join(err, api.Close())
 	}

@@ -13,12 +13,13 @@ import (
 	"github.com/switchyard-moe/switchyard/observe"
 )
 
-// observed is what the ranks do: those of this process, or those of all processes, each asked by its socket. One that does not answer is named.
+// observed is what the ranks do: those of this process, or those of all processes of this host, each asked by its socket. One that does not
+// answer is named.
 func (f *front) observed(ctx context.Context) observe.State {
 	if !f.Procs {
 		return observe.Snapshot()
 	}
-	ranks := f.condition().Ranks
+	ranks := slices.DeleteFunc(f.condition().Ranks, func(r at) bool { return r.Host > 0 })
 	states := make([]observe.State, len(ranks))
 	var all sync.WaitGroup
 	for i, rank := range ranks {

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"slices"
 	"sync"
 	"time"
@@ -25,8 +24,10 @@ import (
 
 // order is what the front asks of a rank. All ranks get orders of the same kind in the same sequence, so they make the same calls.
 type order struct {
-	Do   string // read, join, step, heal, admit or leave
+	Do   string // read, place, join, step, heal, admit or leave
 	Join joining
+	// Of a heal: ranks that are lost to the front, and may live on a host that it does not reach.
+	LeaveOut []int
 	// Of a step: the last bytes of each text, one after the other, and for each text a temperature and a number of [0, 1) that picks the
 	// byte.
 	Contexts     []byte
@@ -37,6 +38,9 @@ type order struct {
 // joining says where ranks meet, and what they serve.
 type joining struct {
 	Rank, Size  int
+	LocalRank   int  // on a host of LocalSize
+	LocalSize   int  // 0 where the others have begun and are on one host
+	Fresh       int  // ranks that are admitted
 	Late        bool // the others have begun
 	Addr        string
 	Secret      []byte
@@ -58,6 +62,8 @@ type reply struct {
 	Rank    int
 	Experts []int
 	Moved   string // of a step after which experts have moved: how busy the busiest rank was and would be
+	Process int    // in the first
+	Addr    string // where ranks can meet
 	Error   string
 	Lost    int // the rank that the error names, -1 if it names none
 }
@@ -75,14 +81,15 @@ const (
 // rank is one rank: it carries out orders until its connection ends.
 type rank struct {
 	joining
-	whole *checkpoint.Model // of which this rank uses a part
-	gpu   *device.CUDADevice
-	on    device.Stream // of the GPU, nil on the host
-	stack *stack.Stack
-	model *model.Model    // that part
-	loop  *rebalance.Loop // nil where ranks have different numbers of experts
-	at    []int
-	asked time.Time // how long it has waited
+	process int               // 0 for a goroutine
+	whole   *checkpoint.Model // of which this rank uses a part
+	gpu     *device.CUDADevice
+	on      device.Stream // of the GPU, nil on the host
+	stack   *stack.Stack
+	model   *model.Model    // that part
+	loop    *rebalance.Loop // nil where ranks have different numbers of experts
+	at      []int
+	asked   time.Time // how long it has waited
 
 	mu    sync.Mutex // of what kill uses too
 	group *comm.Group
@@ -92,13 +99,17 @@ type rank struct {
 // run reads orders and writes replies.
 func (r *rank) run(orders io.Reader, replies io.Writer) error {
 	in, out := gob.NewDecoder(orders), gob.NewEncoder(replies)
-	answer := reply{Lost: -1}
+	answer := reply{Lost: -1, Process: r.process}
 	for {
-		if err := out.Encode(&answer); err != nil {
-			return errors.Join(err, r.leave())
-		}
 		var o order
-		if err := in.Decode(&o); err != nil || o.Do == "leave" {
+		err := out.Encode(&answer)
+		if err == nil {
+			err = in.Decode(&o)
+		}
+		switch {
+		case err != nil && r.process > 0: // nobody has it leave, and in no call do the others wait for a process that has ended
+			return err
+		case err != nil || o.Do == "leave":
 			return errors.Join(err, r.leave())
 		}
 		answer = r.answer(&o)
@@ -118,11 +129,13 @@ func (r *rank) answer(o *order) (a reply) {
 		}
 	case "read":
 		err = r.read(o.Join)
+	case "place":
+		a.Addr, err = freePort(o.Join.Addr)
 	case "join":
 		r.joining = o.Join
 		err = r.join()
 	case "heal":
-		err = r.heal()
+		err = r.heal(o.LeaveOut)
 	case "admit":
 		err = r.admit(o.Join)
 	default:
@@ -232,35 +245,33 @@ func (r *rank) join() error {
 }
 
 func (r *rank) meeting(j joining) comm.Config {
-	return comm.Config{Rank: j.Rank, Size: j.Size, Late: j.Late, Addr: j.Addr, Secret: j.Secret, PeerTimeout: r.PeerTimeout,
-		JoinTimeout: j.Patience, Name: "serve", Logger: logger()}
-}
-
-// logger is what SWITCHYARD_DEBUG asks for.
-func logger() *slog.Logger {
 	conf, err := comm.FromEnv()
 	if err != nil { // the variables of a launcher, which is none of this server's
-		return nil
+		conf = comm.Config{}
 	}
-	return conf.Logger
+	if j.Secret == nil { // that of several hosts, which each host has from its environment
+		j.Secret = conf.Secret
+	}
+	return comm.Config{Rank: j.Rank, Size: j.Size, LocalRank: j.LocalRank, LocalSize: j.LocalSize, Late: j.Late, Addr: j.Addr, Secret: j.Secret,
+		PeerTimeout: r.PeerTimeout, JoinTimeout: j.Patience, Name: "serve", Logger: conf.Logger}
 }
 
 // heal goes on without the ranks that are lost. Experts of theirs come to others, which have the whole model.
-func (r *rank) heal() error {
+func (r *rank) heal(leaveOut []int) error {
 	ctx, stop := context.WithTimeout(context.Background(), callTimeout)
 	defer stop()
-	g, err := r.group.Shrink(ctx)
+	g, err := r.group.Shrink(ctx, leaveOut...)
 	if err != nil {
 		return err
 	}
 	return r.reopen(ctx, g)
 }
 
-// admit lets a fresh rank in. If it does not come, the group is what it was.
+// admit lets fresh ranks in. If one does not come, the group is what it was.
 func (r *rank) admit(j joining) error {
 	ctx, stop := context.WithTimeout(context.Background(), callTimeout)
 	defer stop()
-	g, err := r.group.Admit(ctx, 1, r.meeting(j))
+	g, err := r.group.Admit(ctx, j.Fresh, r.meeting(j))
 	if err != nil {
 		return err
 	}

@@ -17,12 +17,16 @@ const answerTimeout = 45 * time.Second
 
 // seat is the front's end of a rank, which is a goroutine or a process.
 type seat struct {
-	number  int // of all that were ever started
-	pid     int // 0 for a goroutine
-	rank    int // in the group
-	gpu     int // of a server on GPUs
+	number  int    // of all that were ever started
+	pid     int    // 0 for a goroutine
+	host    int    // 0 for the front's
+	ip      string // of another host
+	local   int    // which of those that started together on its host
+	rank    int    // in the group
+	gpu     int    // of a server on GPUs
 	experts []int
 	waited  []time.Duration // for each rank, in this group
+	heard   int             // replies of a fresh rank: 1 that it runs, 2 that it has read the model
 	orders  *gob.Encoder
 	replies chan reply // closed when the rank has ended
 	kill    func()
@@ -32,28 +36,15 @@ type seat struct {
 
 // sit starts a rank. It reads and writes gobs: orders and replies.
 func sit(number int, process bool, changed func()) (*seat, error) {
-	s := &seat{number: number, replies: make(chan reply, 1), ended: make(chan struct{})}
+	s := newSeat(number)
 	var from io.Reader
 	var wait func() error
 	if process {
-		self, err := os.Executable()
+		cmd, to, out, err := startRank()
 		if err != nil {
 			return nil, err
 		}
-		cmd := exec.Command(self, "-rank")
-		cmd.Stderr = os.Stderr
-		cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C in a terminal comes to the front alone
-		to, err := cmd.StdinPipe()
-		if err != nil {
-			return nil, err
-		}
-		if from, err = cmd.StdoutPipe(); err != nil {
-			return nil, err
-		}
-		if err := cmd.Start(); err != nil {
-			return nil, fmt.Errorf("start a rank: %w", err)
-		}
-		s.pid, s.orders = cmd.Process.Pid, gob.NewEncoder(to)
+		from, s.pid, s.orders = out, cmd.Process.Pid, gob.NewEncoder(to)
 		s.kill = func() { _ = cmd.Process.Kill() } // an error means that it has ended
 		wait = cmd.Wait
 	} else {
@@ -75,22 +66,50 @@ func sit(number int, process bool, changed func()) (*seat, error) {
 		}()
 		wait = func() error { return <-over }
 	}
-	go func() {
-		in := gob.NewDecoder(from)
-		for {
-			var a reply
-			if err := in.Decode(&a); err != nil {
-				break
-			}
-			s.replies <- a
-			changed()
-		}
-		s.why = wait()
-		close(s.ended)
-		close(s.replies)
-		changed()
-	}()
+	go s.listen(from, wait, changed)
 	return s, nil
+}
+
+func newSeat(number int) *seat {
+	return &seat{number: number, rank: -1, replies: make(chan reply, 1), ended: make(chan struct{})}
+}
+
+// startRank starts a process that is a rank. It reads orders from its standard input, and writes replies to its standard output.
+func startRank() (cmd *exec.Cmd, orders io.WriteCloser, replies io.Reader, err error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, nil, nil, err
+	}
+	cmd = exec.Command(self, "-rank")
+	cmd.Stderr = os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true} // Ctrl-C in a terminal comes to the front alone
+	if orders, err = cmd.StdinPipe(); err != nil {
+		return nil, nil, nil, err
+	}
+	if replies, err = cmd.StdoutPipe(); err != nil {
+		return nil, nil, nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, nil, nil, fmt.Errorf("start a rank: %w", err)
+	}
+	return cmd, orders, replies, nil
+}
+
+// listen takes the replies of a rank until it ends, and how it has ended.
+func (s *seat) listen(from io.Reader, wait func() error, changed func()) {
+	in := gob.NewDecoder(from)
+	for {
+		var a reply
+		if err := in.Decode(&a); err != nil {
+			break
+		}
+		s.replies <- a
+		changed()
+	}
+	s.why = wait()
+	close(s.ended)
+	close(s.replies)
+	changed()
 }
 
 var errKilled = errors.New("killed")
@@ -108,8 +127,8 @@ func (s *seat) gone() bool {
 // stopped says whether the rank's process is stopped, as by SIGSTOP.
 func (s *seat) stopped() bool {
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", s.pid))
-	if err != nil {
-		return false // a goroutine, or ended
+	if err != nil || s.host > 0 {
+		return false // a goroutine, or ended, or of another host, where its process cannot be seen
 	}
 	name := bytes.LastIndexByte(stat, ')') // which may hold anything
 	return bytes.HasPrefix(stat[name+1:], []byte(" T"))

@@ -27,7 +27,7 @@ var folder string
 
 // The test binary is also the program, which starts itself.
 func TestMain(m *testing.M) {
-	proctest.Play(proctest.Parts{"serve": func([]string) int { main(); return 0 }})
+	proctest.Play(proctest.Parts{"serve": func([]string) int { main(); return 0 }, "client": client})
 	var err error
 	if folder, err = os.MkdirTemp("", "switchyard-serve-test-"); err != nil {
 		panic(err)
