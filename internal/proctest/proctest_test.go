@@ -238,3 +238,23 @@ func TestScaledIsNeverShorter(t *testing.T) {
 	out, _ := p.Output()
 	require.Equal(t, fmt.Sprint(int64(Scaled(time.Hour))), out, "in a process of this test")
 }
+
+// What a machine adds to a span does not count, whether it lies in it, over its ends, or outside.
+func TestDelaysDoNotCount(t *testing.T) {
+	at := func(ms int) time.Time { return time.UnixMilli(int64(ms)) }
+	d := &Delays{all: []delay{{at(0), at(100)}, {at(990), at(1010)}, {at(1500), at(1700)}, {at(1800), at(1800)}, {at(2950), at(3100)}, {at(4000), at(5000)}}}
+	require.Equal(t, (2000-10-200-50)*time.Millisecond, d.Took(at(1000), at(3000)))
+	d = &Delays{all: []delay{{from: at(1900)}}} // it has not run yet
+	require.Equal(t, 900*time.Millisecond, d.Took(at(1000), at(2000)))
+	require.Equal(t, 800*time.Millisecond, d.Took(at(1000), at(1800)))
+
+	d = NoteDelays(t)
+	begin := time.Now()
+	require.Eventually(t, func() bool {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		return len(d.all) > 3
+	}, time.Minute, time.Millisecond)
+	end := time.Now()
+	require.Less(t, d.Took(begin, end), end.Sub(begin))
+}
