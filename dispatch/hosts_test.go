@@ -74,21 +74,31 @@ func TestF1_DeadlineNamesARankOfAnotherHost(t *testing.T) {
 	})
 }
 
-// A process that ends in the middle of calls is named by those of all ranks, on its host and on the other.
+// Ranks that are lost in the middle of dispatches and combines are named on all hosts, and the hosts that are left go on.
 func TestF2_ARankOfAnotherHostDies(t *testing.T) {
 	worldtest.HostDies(t, 16*segment, func(r *worldtest.Rank) (func() error, func(context.Context) error) {
-		d, err := dispatch.New(r.Ctx, r.Heap, dispatch.Options{Experts: 8, TopK: 4, Hidden: 512, MaxTokens: 512})
+		const topK, hidden, count = 4, 512, 512
+		d, err := dispatch.New(r.Ctx, r.Heap, dispatch.Options{Experts: 8, TopK: topK, Hidden: hidden, MaxTokens: count})
 		r.Must(err)
-		x, y := memory.Host(make([]byte, 512*512*4)), memory.Host(make([]byte, 512*512*4))
-		idx := make([]int32, 4*512)
+		x, y := make([]float32, count*hidden), make([]float32, count*hidden)
+		for i := range x {
+			x[i] = float32(i%1000 + 1000*r.Rank())
+		}
+		idx := make([]int32, topK*count)
 		for i := range idx {
 			idx[i] = int32(i % 8)
 		}
 		return func() error {
-			h, err := d.Dispatch(nil, tokens(x, idx, nil))
+			clear(y)
+			h, err := d.Dispatch(nil, tokens(numbers(x), idx, nil))
 			if err == nil {
-				err = d.Combine(nil, y, h.Rows(), h, plain)
+				err = d.Combine(nil, numbers(y), h.Rows(), h, plain)
 				h.Release()
+			}
+			for i := range x {
+				if want := topK * x[i]; err == nil && y[i] != want {
+					err = fmt.Errorf("element %d of the sums is %v, want %v", i, y[i], want)
+				}
 			}
 			return err
 		}, d.Close

@@ -2,18 +2,21 @@ package worldtest
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"os"
-	"os/signal"
+	"regexp"
 	"slices"
+	"strconv"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
+	"github.com/switchyard-moe/switchyard/memory"
 )
 
 // HostWorlds are worlds on several hosts: ranks, and those of a host.
@@ -41,79 +44,136 @@ func atRates(t *testing.T, f func(t *testing.T, rate string)) {
 	}
 }
 
-// losses are how ranks of the second of two hosts of two are lost.
-var losses = []struct {
-	name   string
-	ranks  []int
-	silent bool
-}{{"a_rank_ends", []int{3}, false}, {"a_leader_ends", []int{2}, false}, {"a_host_falls_silent", []int{2, 3}, true}}
+// loss is how ranks of two hosts of two are lost. A host that has lost one leaves whole.
+type loss struct {
+	name  string
+	ranks []int
+	how   syscall.Signal // 0: the hosts are cut off each other, and each loses the other one
+	long  bool           // not for short tests
+}
 
-// HostDies has ranks of four on two hosts, a process each, be lost in the middle of calls: one ends without a word, then the leader of a host does, and
-// but for short tests a whole host is stopped. The calls of the others name one of them soon, and what open has opened can be closed. At 2 Gbit/s,
-// too. With -v it logs how soon.
+var losses = []loss{
+	{"a_rank_ends", []int{3}, syscall.SIGKILL, false},
+	{"a_leader_ends", []int{2}, syscall.SIGKILL, false},
+	{"rank_0_ends", []int{0}, syscall.SIGKILL, true},
+	{"a_host_falls_silent", []int{2, 3}, syscall.SIGSTOP, true},
+	{"a_link_is_cut", []int{2, 3}, 0, false},
+}
+
+// HostDies has ranks of four on two hosts, a process each, be lost in the middle of calls: one ends, then the leader of a host does, and the link
+// between the hosts is cut; but for short tests rank 0 ends too, a whole host is stopped, and all of that happens at 2 Gbit/s. The calls of all
+// others, on both hosts, name a rank that is lost and its host, within what package comm promises. They can close their communicators. Then hosts
+// that have lost nobody shrink to themselves, where open opens the same, whose calls are right. With -v the test logs how soon ranks were named.
+//
+// A call compares what it returns with what it should. open is for any number of ranks, from two on.
 func HostDies(t *testing.T, segment int64, open func(r *Rank) (call func() error, closes func(context.Context) error)) {
 	atRates(t, func(t *testing.T, rate string) {
-		for _, loss := range losses {
-			if testing.Short() && loss.silent {
+		for _, l := range losses {
+			if testing.Short() && l.long {
 				continue
 			}
-			t.Run(loss.name, func(t *testing.T) {
-				if loss.silent {
-					t.Setenv("SWITCHYARD_PEER_TIMEOUT", proctest.Scaled(2*time.Second).String())
-				}
-				for _, p := range hostProcs(t, 4, 2, rate, segment, func(r *Rank) { hostDies(r, loss.ranks, loss.silent, open) }) {
-					if line, ok := p.Line(); ok {
-						t.Logf("rank %d: %s", p.Rank, line)
-					}
+			t.Run(l.name, func(t *testing.T) {
+				if proctest.Again() {
+					hostProc(t, segment, func(r *Rank) { l.outlive(r, segment, open) })
+				} else {
+					l.happen(t, rate)
 				}
 			})
 		}
 	})
 }
 
-func hostDies(r *Rank, lost []int, silent bool, open func(r *Rank) (call func() error, closes func(context.Context) error)) {
-	awake := make(chan os.Signal, 1)
-	signal.Notify(awake, syscall.SIGCONT)
-	pids, err := r.Group.AllGather(r.Ctx, binary.LittleEndian.AppendUint32(nil, uint32(os.Getpid())))
-	r.Must(err)
+// inCalls and named are what a rank prints when it makes calls, and when one has named a rank, with the time.
+const inCalls = "makes calls"
+
+var named = regexp.MustCompile(`named rank (\d) at (\d+)\n`)
+
+// happen has the processes lose ranks, and holds the others to the time in which they name these.
+func (l loss) happen(t *testing.T, rate string) {
+	silent, within := time.Minute, proctest.EndedIsNamedWithin // who ends is known long before it has been silent
+	if l.how != syscall.SIGKILL {
+		silent = proctest.Scaled(2 * time.Second)
+		within = silent + proctest.SilentIsNamedWithin
+	}
+	delays := proctest.NoteDelays(t)
+	spaces, ps := startHostProcs(t, 4, 2, rate, "SWITCHYARD_PEER_TIMEOUT="+silent.String())
+	for _, p := range ps {
+		p.Saw(inCalls)
+	}
+	begin := time.Now()
+	rest := ps
+	if l.how == 0 {
+		spaces[1].Cut()
+	} else {
+		for _, r := range l.ranks {
+			ps[r].Signal(l.how)
+		}
+		rest = slices.DeleteFunc(slices.Clone(ps), func(p *proctest.Process) bool { return slices.Contains(l.ranks, p.Rank) })
+	}
+	require.NoError(t, errors.Join(proctest.Failures(rest)...))
+	for _, p := range rest {
+		out, _ := p.Output()
+		words := named.FindStringSubmatch(out)
+		require.NotNil(t, words, "rank %d printed %q", p.Rank, out)
+		ns, err := strconv.ParseInt(words[2], 10, 64)
+		require.NoError(t, err)
+		end := time.Unix(0, ns)
+		took := delays.Took(begin, end)
+		t.Logf("rank %d: named rank %s after %v, %v without delays", p.Rank, words[1], end.Sub(begin), took)
+		require.Less(t, took, within, "rank %d, after %v", p.Rank, end.Sub(begin))
+	}
+}
+
+// outlive is a rank, one that is lost or not.
+func (l loss) outlive(r *Rank, segment int64, open func(r *Rank) (call func() error, closes func(context.Context) error)) {
+	hosts := r.Group.Topology()
+	lost, host := l.ranks, hosts.HostOf(l.ranks[0])
+	mate := hosts.Host == host
+	if l.how == 0 && mate {
+		lost, host, mate = []int{0, 1}, 0, false
+	}
 	call, closes := open(r)
-	for k := range 50 {
-		if slices.Contains(lost, r.Rank()) && k == 5 {
-			if silent {
-				r.Must(syscall.Kill(os.Getpid(), syscall.SIGSTOP))
-				<-awake
-			}
-			os.Exit(0)
+	var err error
+	for k := 0; err == nil; k++ {
+		if k == 5 {
+			fmt.Println(inCalls)
 		}
-		start := time.Now()
-		err := call()
-		if err == nil {
-			continue
-		}
-		took := time.Since(start)
-		if took > time.Minute { // a loaded machine is slow
-			r.Must(fmt.Errorf("after %v: %w", took, err))
-		}
-		var peer *comm.PeerError
-		if !errors.Is(err, comm.ErrPeerLost) || !errors.As(err, &peer) || !slices.Contains(lost, peer.Rank) {
-			r.Must(fmt.Errorf("call %d: got %w", k, err))
-		}
-		fmt.Printf("named rank %d after %v\n", peer.Rank, took)
-		if err := closes(r.Ctx); err != nil && !errors.Is(err, comm.ErrPeerLost) { // the group may hear of it only now
-			r.Must(err)
-		}
-		r.Must(r.Heap.Close(r.Ctx))
-		if silent {
-			home, err := r.Group.Home()
-			r.Must(err)
-			r.Must(home.Barrier(r.Ctx))
-			if r.Rank() == 0 {
-				for _, rank := range lost {
-					r.Must(syscall.Kill(int(binary.LittleEndian.Uint32(pids[rank])), syscall.SIGCONT))
-				}
-			}
-		}
+		err = call()
+	}
+	end := time.Now()
+	rank := r.lost(err, lost)
+	fmt.Printf("named rank %d at %d\n", rank, end.UnixNano())
+	if text := err.Error(); !strings.Contains(text, fmt.Sprintf("peer lost: on host %d: ", host)) || !strings.Contains(text, fmt.Sprintf("rank %d", rank)) {
+		r.Must(fmt.Errorf("rank %d of host %d is lost, got: %w", rank, host, err))
+	}
+	if err := closes(r.Ctx); err != nil && !errors.Is(err, comm.ErrPeerLost) { // the group may hear of it only now
+		r.Must(err)
+	}
+	r.Must(r.Heap.Close(r.Ctx))
+
+	small, err := r.Group.Shrink(r.Ctx)
+	if mate {
+		r.lost(err, lost)
 		return
 	}
-	r.Must(errors.New("no call has failed"))
+	r.Must(err)
+	defer small.Close()
+	next := &Rank{T: r.T, Ctx: r.Ctx, Group: small, Device: r.Device}
+	next.Heap, err = memory.NewHeap(r.Ctx, small, r.Device, memory.Options{SegmentBytes: segment})
+	r.Must(err)
+	call, closes = open(next)
+	for range 3 {
+		r.Must(call())
+	}
+	r.Must(closes(r.Ctx))
+	r.Must(next.Heap.Close(r.Ctx))
+}
+
+// lost is the rank that err says is lost, which is one of these.
+func (r *Rank) lost(err error, ranks []int) int {
+	var peer *comm.PeerError
+	if !errors.Is(err, comm.ErrPeerLost) || !errors.As(err, &peer) || !slices.Contains(ranks, peer.Rank) {
+		r.Must(fmt.Errorf("one of ranks %v is lost, got: %w", ranks, err))
+	}
+	return peer.Rank
 }

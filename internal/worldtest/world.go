@@ -112,29 +112,42 @@ func Again(t *testing.T, skip string) {
 }
 
 // hostProcs is Procs for ranks in network namespaces of perHost each, joined by UCX. A rate such as 2gbit bounds what each namespace sends.
-// The test is skipped where namespaces or UCX cannot be had. It returns the processes, which have ended, to who has started them.
-func hostProcs(t *testing.T, n, perHost int, rate string, segment int64, f func(r *Rank)) []*proctest.Process {
+// The test is skipped where namespaces or UCX cannot be had.
+func hostProcs(t *testing.T, n, perHost int, rate string, segment int64, f func(r *Rank)) {
+	t.Helper()
+	if proctest.Again() {
+		hostProc(t, segment, f)
+		return
+	}
+	_, ps := startHostProcs(t, n, perHost, rate)
+	require.NoError(t, errors.Join(proctest.Failures(ps)...))
+}
+
+// startHostProcs starts the processes, which run the test again and call hostProc there.
+func startHostProcs(t *testing.T, n, perHost int, rate string, env ...string) ([]*proctest.Namespace, []*proctest.Process) {
 	t.Helper()
 	NeedUCX(t)
-	if !proctest.Again() {
-		spaces := proctest.Namespaces(t, n/perHost)
-		for _, s := range spaces {
-			if rate != "" {
-				s.Limit(rate)
-			}
+	spaces := proctest.Namespaces(t, n/perHost)
+	for _, s := range spaces {
+		if rate != "" {
+			s.Limit(rate)
 		}
-		ps := make([]*proctest.Process, n)
-		for r := range ps {
-			ps[r] = proctest.Rank(t, r, n, spaces[0].IP+":29412", proctest.Spec{Within: 6 * time.Minute, Via: spaces[r/perHost].Via,
-				Env: []string{fmt.Sprint("LOCAL_RANK=", r%perHost), fmt.Sprint("LOCAL_WORLD_SIZE=", perHost)}})
-		}
-		require.NoError(t, errors.Join(proctest.Failures(ps)...))
-		return ps
 	}
-	procs(t, n, func(ctx context.Context, g *comm.Group) {
+	ps := make([]*proctest.Process, n)
+	for r := range ps {
+		ps[r] = proctest.Rank(t, r, n, spaces[0].IP+":29412", proctest.Spec{Within: 6 * time.Minute, Via: spaces[r/perHost].Via,
+			Env: append([]string{fmt.Sprint("LOCAL_RANK=", r%perHost), fmt.Sprint("LOCAL_WORLD_SIZE=", perHost)}, env...)})
+	}
+	return spaces, ps
+}
+
+// hostProc is one of these processes.
+func hostProc(t *testing.T, segment int64, f func(r *Rank)) {
+	t.Helper()
+	NeedUCX(t)
+	proc(t, func(ctx context.Context, g *comm.Group) {
 		runRank(t, ctx, g, device.Host(), memory.Options{SegmentBytes: segment}, f)
 	})
-	return nil
 }
 
 // NeedUCX skips the test without UCX, and has it use nothing but TCP.
@@ -269,6 +282,12 @@ func procs(t *testing.T, n int, run func(ctx context.Context, g *comm.Group)) {
 		require.NoError(t, errors.Join(proctest.Failures(ps)...))
 		return
 	}
+	proc(t, run)
+}
+
+// proc is a rank in a process of its own.
+func proc(t *testing.T, run func(ctx context.Context, g *comm.Group)) {
+	t.Helper()
 	conf, err := comm.FromEnv()
 	require.NoError(t, err)
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
