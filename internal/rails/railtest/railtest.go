@@ -357,44 +357,17 @@ func twice(t *testing.T, ends []*End, open func(rails.Config) (rails.Rail, error
 	require.Eventually(t, func() bool { return ends[1].Refused() == bad+1 }, wait, time.Millisecond)
 }
 
-// moment is a context that ends when somebody begins to wait for its end, right after something else has happened.
-type moment struct {
-	context.Context
-	before func()
-	once   sync.Once
-	over   chan struct{}
-}
-
-func (m *moment) Done() <-chan struct{} {
-	m.once.Do(func() {
-		m.before()
-		close(m.over)
-	})
-	return m.over
-}
-
-func (m *moment) Err() error {
-	select {
-	case <-m.over:
-		return context.DeadlineExceeded
-	default:
-		return nil
-	}
-}
-
 // A flush whose time is over looks once more: what it waits for may have left since it looked last.
 func lastLook(t *testing.T, ends []*End) {
 	src := bytes.Repeat([]byte{0xef}, 512<<10)
 	for range 40 { // it may hear of both at the same time, and choose
 		require.NoError(t, ends[0].Put(1, signals, src, 64))
-		m := &moment{Context: t.Context(), over: make(chan struct{})}
-		m.before = func() {
+		require.NoError(t, ends[0].Flush(proctest.Moment(t.Context(), func() {
 			for begun, left, err := uint64(1), uint64(0), error(nil); begun != left && err == nil; time.Sleep(20 * time.Microsecond) {
 				ends[0].Progress()
 				begun, left, err = ends[0].Left()
 			}
-		}
-		require.NoError(t, ends[0].Flush(m))
+		})))
 	}
 }
 
