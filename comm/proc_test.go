@@ -354,8 +354,36 @@ func TestF2_ProcessesEndInSequence(t *testing.T) {
 	}
 }
 
-// requireLoss checks what the survivors of ps say after one of them was lost.
-func requireLoss(t *testing.T, ps []*proc, lost int, since time.Time, within time.Duration) {
+// loss is when ranks were lost, and how soon the others are to know.
+type loss struct {
+	t      *testing.T
+	begin  time.Time
+	within time.Duration
+	delays *proctest.Delays
+}
+
+// newLoss is one that is about to happen: ranks end or, where silent says for how long they may be, fall silent.
+func newLoss(t *testing.T, silent time.Duration) *loss {
+	l := &loss{t: t, delays: proctest.NoteDelays(t), within: proctest.EndedIsNamedWithin}
+	if silent > 0 {
+		l.within = silent + proctest.SilentIsNamedWithin
+	}
+	l.begin = time.Now()
+	return l
+}
+
+// inTime is for a rank that has just said that it knows.
+func (l *loss) inTime(p *proc) {
+	l.t.Helper()
+	end := time.Now()
+	took := l.delays.Took(l.begin, end)
+	l.t.Logf("rank %d knew after %v, %v without delays", p.Rank, end.Sub(l.begin), took)
+	require.Less(l.t, took, l.within, "rank %d, after %v", p.Rank, end.Sub(l.begin))
+}
+
+// survived is what the survivors of ps say after one of them was lost, and when.
+func (l *loss) survived(ps []*proc, lost int) {
+	t := l.t
 	t.Helper()
 	var survivors []string
 	for _, p := range ps {
@@ -364,8 +392,7 @@ func requireLoss(t *testing.T, ps []*proc, lost int, since time.Time, within tim
 		}
 		survivors = append(survivors, strconv.Itoa(p.Rank))
 		words := p.expect("lost")
-		require.Less(t, time.Since(since), within)
-		t.Logf("rank %d knew after %v", p.Rank, time.Since(since))
+		l.inTime(p)
 		require.Equal(t, strconv.Itoa(lost), words[0], "rank %d: %v", p.Rank, words)
 		require.Equal(t, "true", words[1], "rank %d: %v", p.Rank, words)
 	}
@@ -388,9 +415,9 @@ func TestF2_KilledProcessIsNamed(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	start := time.Now()
+	l := newLoss(t, 0)
 	ps[2].Signal(syscall.SIGKILL)
-	requireLoss(t, ps, 2, start, soon)
+	l.survived(ps, 2)
 }
 
 func TestF2_KilledRankZeroIsNamed(t *testing.T) {
@@ -398,9 +425,9 @@ func TestF2_KilledRankZeroIsNamed(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	start := time.Now()
+	l := newLoss(t, 0)
 	ps[0].Signal(syscall.SIGKILL)
-	requireLoss(t, ps, 0, start, soon)
+	l.survived(ps, 0)
 }
 
 func TestF2_ExitWithoutCloseIsALoss(t *testing.T) {
@@ -408,9 +435,9 @@ func TestF2_ExitWithoutCloseIsALoss(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	start := time.Now()
+	l := newLoss(t, 0)
 	ps[1].Tell("")
-	requireLoss(t, ps, 1, start, soon)
+	l.survived(ps, 1)
 }
 
 func TestF2_StoppedProcessIsNamed(t *testing.T) {
@@ -420,9 +447,9 @@ func TestF2_StoppedProcessIsNamed(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	start := time.Now()
+	l := newLoss(t, timeout)
 	ps[1].Signal(syscall.SIGSTOP)
-	requireLoss(t, ps, 1, start, timeout+soon)
+	l.survived(ps, 1)
 	// When it wakes up it learns that the others have gone on without it, and
 	// does not go on alone.
 	ps[1].Signal(syscall.SIGCONT)
@@ -524,9 +551,9 @@ func TestF2_InterruptEndsARank(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	start := time.Now()
+	l := newLoss(t, 0)
 	ps[0].Signal(syscall.SIGINT)
-	requireLoss(t, ps, 0, start, soon)
+	l.survived(ps, 0)
 	ps[0].exit(-1)
 	require.Equal(t, syscall.SIGINT, ps[0].State().Sys().(syscall.WaitStatus).Signal())
 }
