@@ -654,6 +654,83 @@ func TestF2_HostsLoseRanks(t *testing.T) {
 	}
 }
 
+// Ranks are lost while others shrink, having lost a rank before: the agreement goes on without them, and those of a host that has lost one now, or
+// had before, leave and know which.
+func TestF2_HostsLoseRanksWhileTheyShrink(t *testing.T) {
+	t.Parallel() // it mostly waits
+	for _, c := range []struct {
+		name   string
+		lost   []int
+		how    syscall.Signal // 0: their host is cut off
+		stay   string
+		leaves map[int]int // whom those that leave name
+	}{
+		{"a rank is killed", []int{3}, syscall.SIGKILL, "0,1", map[int]int{2: 3, 4: 5}},
+		{"a leader is killed", []int{2}, syscall.SIGKILL, "0,1", map[int]int{3: 2, 4: 5}},
+		{"rank 0 is killed", []int{0}, syscall.SIGKILL, "2,3", map[int]int{1: 0, 4: 5}},
+		{"a host is stopped", []int{2, 3}, syscall.SIGSTOP, "0,1", map[int]int{4: 5}},
+		{"a host is cut off", []int{2, 3}, 0, "0,1", map[int]int{4: 5}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			may, silent := patient, time.Duration(0)
+			if c.how != syscall.SIGKILL {
+				silent = proctest.Scaled(2 * time.Second)
+				may = "SWITCHYARD_PEER_TIMEOUT=" + silent.String()
+			}
+			spaces := proctest.Namespaces(t, 3)
+			ps := hostProcs(t, spaces, 2, "shrink when told", may)
+			for _, p := range ps {
+				p.expect("joined")
+			}
+			ps[5].Signal(syscall.SIGKILL)
+			for _, p := range ps[:5] {
+				require.Equal(t, "5", p.expect("lost")[0])
+			}
+			for _, p := range ps[:5] {
+				if !slices.Contains(c.lost, p.Rank) { // it waits for those that are lost next
+					p.Tell("")
+					p.expect("shrinks")
+				}
+			}
+			l := newLoss(t, silent)
+			for _, r := range c.lost {
+				if c.how == 0 {
+					spaces[r/2].Cut()
+				} else {
+					ps[r].Signal(c.how)
+				}
+			}
+			for _, p := range ps[:5] {
+				if slices.Contains(c.lost, p.Rank) {
+					continue
+				}
+				if whom, leaves := c.leaves[p.Rank]; leaves {
+					f := p.expect("outcast")
+					l.inTime(p)
+					require.Equal(t, "true", f[0], "rank %d: %v", p.Rank, f)
+					require.Regexp(t, fmt.Sprintf(`rank %d: peer lost: host %d has lost it`, whom, whom/2), strings.Join(f, " "), "rank %d", p.Rank)
+					continue
+				}
+				f := p.expect("survivors")
+				l.inTime(p)
+				require.Equal(t, c.stay, f[0], "rank %d", p.Rank)
+				p.exit(0)
+			}
+			if c.how == 0 { // they have lost all others
+				for _, r := range c.lost {
+					ps[r].Tell("")
+				}
+				for _, r := range c.lost {
+					ps[r].expect("shrinks")
+					require.Equal(t, "2,3", ps[r].expect("survivors")[0])
+					ps[r].exit(0)
+				}
+			}
+		})
+	}
+}
+
 // A link that is cut is noticed by silence: the leader of the host behind it is named, and the host leaves. It goes on by itself, of which both
 // parts are warned on standard error; not so where a majority is needed.
 func TestF2_HostIsCutOff(t *testing.T) {

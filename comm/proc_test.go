@@ -70,6 +70,17 @@ func playRank(args []string) int {
 		if err := barriers(ctx, g); err != nil {
 			return report(ctx, g, err)
 		}
+	case "shrink when told":
+		err := barriers(ctx, g)
+		var pe *PeerError
+		if !errors.As(err, &pe) {
+			say("error %v", err)
+			return 1
+		}
+		say("lost %d", pe.Rank)
+		in.ReadString('\n')
+		say("shrinks now")
+		return goOn(ctx, g)
 	case "leave out":
 		for {
 			short, stop := context.WithTimeout(ctx, proctest.Scaled(1500*time.Millisecond))
@@ -218,6 +229,11 @@ func report(ctx context.Context, g *Group, err error) int {
 		return 1
 	}
 	say("lost %d %v %v", pe.Rank, errors.Is(err, ErrPeerLost), err)
+	return goOn(ctx, g)
+}
+
+// goOn shrinks a group, and says who is left.
+func goOn(ctx context.Context, g *Group) int {
 	s, err := g.Shrink(ctx)
 	if err != nil {
 		say("outcast %v %v", errors.Is(err, ErrPeerLost), err)
