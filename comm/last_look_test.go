@@ -102,3 +102,53 @@ func TestF1_AShrinkThatIsLateLooksOnceMore(t *testing.T) {
 		})
 	}
 }
+
+func TestF1_AReplaceThatIsLateLooksOnceMore(t *testing.T) {
+	const me, first, second = 0, 1, 2
+	living := []int{me, first, second}
+	begin := func() (*node, chan answer) { return newNode(me, 4, nil), make(chan answer, 8) }
+	for range lastLooks {
+		n, answers := begin()
+		require.NoError(t, n.connected(proctest.Moment(testContext(t), func() {
+			answers <- answer{from: first}
+			answers <- answer{from: second}
+		}), answers, living))
+	}
+	n, answers := begin()
+	answers <- answer{from: first}
+	answers <- answer{from: first} // which counts once
+	err := n.connected(proctest.Moment(testContext(t), func() {}), answers, living)
+	require.ErrorIs(t, err, ErrTimeout)
+	require.ErrorContains(t, err, "1 of 2 ranks are connected")
+}
+
+// A rank that is lost holds up a replacement where it has not connected. One that has, and is lost then, does not, also where both are news.
+func TestF2_WhoIsLostOnceItHasConnectedHoldsUpNoReplacement(t *testing.T) {
+	const me, first, second = 0, 1, 2
+	for _, c := range []struct {
+		name     string
+		connects bool
+	}{{"before", false}, {"after", true}} {
+		t.Run(c.name, func(t *testing.T) {
+			n, answers := newNode(me, 4, nil), make(chan answer, 8)
+			end := make(chan error, 1)
+			n.mu.Lock()
+			go func() { end <- n.connected(testContext(t), answers, []int{me, first, second}) }()
+			time.Sleep(2 * newsGrace) // it looks who is lost, and has to wait for that
+			n.peers[first].how = &failure{code: failLost, culprit: first}
+			if c.connects {
+				answers <- answer{from: first}
+			}
+			n.mu.Unlock()
+			if !c.connects {
+				err := <-end
+				require.ErrorIs(t, err, ErrPeerLost)
+				require.ErrorContains(t, err, "rank 1, while it was to connect")
+				return
+			}
+			time.Sleep(2 * newsGrace) // it looks again
+			answers <- answer{from: second}
+			require.NoError(t, <-end)
+		})
+	}
+}

@@ -55,9 +55,9 @@ type node struct {
 	groups  map[uint64]*Group
 	peers   []peer // by world rank
 	phase   nodePhase
-	seats   map[int]chan message // of Replace: where peers say that they are connected with a process, by its rank
-	pasts   map[uint64]*past     // of groups that the lost rank was in whose place this process has taken
-	arrival *arrival             // of a process that takes a lost rank's place, until it is in
+	seats   map[int]chan answer // of Replace: where peers say that they are connected with a process, by its rank
+	pasts   map[uint64]*past    // of groups that the lost rank was in whose place this process has taken
+	arrival *arrival            // of a process that takes a lost rank's place, until it is in
 }
 
 func newNode(id, size int, log *slog.Logger) *node {

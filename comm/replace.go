@@ -88,7 +88,7 @@ func (g *Group) replaceRank(ctx context.Context, rank int, cfg Config) error {
 	if err := cfg.validateAddr(); err != nil {
 		return err
 	}
-	peer, acks := g.members[rank], make(chan message, 2*len(g.members))
+	peer, acks := g.members[rank], make(chan answer, 2*len(g.members))
 	if err := g.n.expect(g, peer, acks); err != nil {
 		return err
 	}
@@ -112,7 +112,7 @@ func (g *Group) replaceRank(ctx context.Context, rank int, cfg Config) error {
 }
 
 // expect checks that a peer can be replaced.
-func (n *node) expect(g *Group, peer int, acks chan message) error {
+func (n *node) expect(g *Group, peer int, acks chan answer) error {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	switch {
@@ -140,7 +140,7 @@ func (n *node) expect(g *Group, peer int, acks chan message) error {
 		n.mu.Lock()
 	}
 	if n.seats == nil {
-		n.seats = make(map[int]chan message)
+		n.seats = make(map[int]chan answer)
 	}
 	n.seats[peer] = acks
 	return nil
@@ -227,7 +227,7 @@ func receive(conn net.Conn, rank int, cfg *Config, me identity) (s *session, c i
 }
 
 // seat has all ranks connect with the process, and tells it what the group's calls have returned.
-func (g *Group) seat(ctx context.Context, s *session, peer int, addr string, cfg *Config, acks chan message) error {
+func (g *Group) seat(ctx context.Context, s *session, peer int, addr string, cfg *Config, acks chan answer) error {
 	n := g.n
 	n.mu.Lock()
 	r := replacement{ // of a group whose ranks all know the same losses
@@ -254,7 +254,7 @@ func (g *Group) seat(ctx context.Context, s *session, peer int, addr string, cfg
 	if err = n.connect(ctx, &r); err != nil {
 		return err
 	}
-	if err = n.connected(ctx, acks, len(ls), r.Living); err != nil {
+	if err = n.connected(ctx, acks, r.Living); err != nil {
 		return err
 	}
 	return n.tellPast(&r, g)
@@ -270,26 +270,35 @@ func (n *node) living() (ranks []int) {
 	return ranks
 }
 
-// connected waits until all other ranks are connected with the process, but for those that are lost.
-func (n *node) connected(ctx context.Context, acks chan message, want int, living []int) error {
+// answer is what a rank says that was to connect with the process: an error, or nothing.
+type answer struct {
+	from int
+	err  []byte
+}
+
+// connected waits until all other ranks that live are connected with the process. It is an error that one is lost before: who is lost later has
+// done its part.
+func (n *node) connected(ctx context.Context, acks chan answer, living []int) error {
 	look := time.NewTicker(newsGrace)
 	defer look.Stop()
-	for got := 0; got < want; {
+	waits := slices.DeleteFunc(slices.Clone(living), func(m int) bool { return m == n.id })
+	for all := len(waits); len(waits) > 0; {
 		select {
-		case m := <-acks:
-			if got++; len(m.data) > 0 {
-				return errors.New(string(m.data))
+		case a := <-acks:
+			if len(a.err) > 0 {
+				return errors.New(string(a.err))
 			}
+			waits = slices.DeleteFunc(waits, func(m int) bool { return m == a.from })
 		case <-look.C:
 			n.mu.Lock()
-			lost := slices.IndexFunc(living, func(m int) bool { return n.peers[m].how != nil })
+			lost := slices.IndexFunc(waits, func(m int) bool { return n.peers[m].how != nil })
 			n.mu.Unlock()
-			if lost >= 0 {
-				return fmt.Errorf("%w: rank %d, while it was to connect", ErrPeerLost, living[lost])
+			if lost >= 0 && len(acks) == 0 { // else its answer may have come before
+				return fmt.Errorf("%w: rank %d, while it was to connect", ErrPeerLost, waits[lost])
 			}
 		case <-ctx.Done():
 			if len(acks) == 0 { // else one has come just now
-				return fmt.Errorf("%w: %d of %d ranks are connected with the process", ErrTimeout, got, want)
+				return fmt.Errorf("%w: %d of %d ranks are connected with the process", ErrTimeout, all-len(waits), all)
 			}
 		}
 	}
@@ -389,7 +398,7 @@ func (n *node) hearReplaced(from int, m message) {
 		a.end(m.data)
 	case acks != nil:
 		select {
-		case acks <- m:
+		case acks <- answer{from, m.data}:
 		default: // more answers than ranks
 		}
 	}
