@@ -1,6 +1,8 @@
 package comm
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"testing"
@@ -69,6 +71,40 @@ func TestF1_AJoinThatIsLateLooksOnceMore(t *testing.T) {
 		h.end(ctx)
 		all.Wait()
 	}
+}
+
+// A rank that gives up when rank 0 has just told it where all are does not say that rank 0 does not answer.
+func TestF2_WhoGivesUpAsTheAddressesComeDoesNotBlameRankZero(t *testing.T) {
+	ctx, addr := testContext(t), freeAddr(t)
+	var ms []*meeting
+	for r := range 2 {
+		cfg := Config{Rank: r, Size: 2, Addr: addr}
+		require.NoError(t, cfg.validate())
+		ms = append(ms, newMeeting(&cfg, fmt.Sprint("@", r), func(error) {}))
+	}
+	h, err := newHost(ctx, ctx, ms[0])
+	require.NoError(t, err)
+	g, err := newGuest(ctx, ms[1])
+	require.NoError(t, err)
+	sent := make(chan error, 1)
+	go func() {
+		_, err := h.addrs(ctx)
+		sent <- err
+	}()
+	kind, _, err := g.s.recv()
+	require.NoError(t, err)
+	require.Equal(t, framePresent, kind)
+	require.NoError(t, g.s.send(framePresent, nil))
+	require.NoError(t, <-sent)
+	over, cancel := context.WithTimeout(ctx, 0)
+	defer cancel()
+	err = g.giveUp(g.absent(over, nil, "waiting for the other ranks"))
+	require.ErrorIs(t, err, ErrTimeout)
+	require.ErrorContains(t, err, "waiting for the other ranks")
+	require.NotContains(t, err.Error(), "rank 0")
+	requirePeer(t, h.giveUp(errors.New("the mesh does not stand")), 1, ErrTimeout)
+	g.end(ctx)
+	h.end(ctx)
 }
 
 // What a rank has said to the agreement counts, also where the rank is gone a moment later: then the next group has failed, as all find.

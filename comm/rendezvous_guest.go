@@ -226,7 +226,7 @@ func (g *guest) verdict() *failure {
 		return g.failure()
 	}
 	kind, body, err := g.s.recv()
-	for err == nil && kind == framePresent { // this rank is not any more
+	for err == nil && (kind == framePresent || kind == frameTable) { // they were on their way when this rank gave up
 		kind, body, err = g.s.recv()
 	}
 	if err != nil || kind != frameFail {
