@@ -2,6 +2,7 @@ package stack_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"flag"
@@ -126,21 +127,25 @@ func hasLost(err error, rank int) error {
 	return nil
 }
 
-var hostRounds = flag.Int("rounds", 10, "how often TestF2_HostsComeAndGo loses a host")
+var hostRounds = flag.Int("rounds", 0, fmt.Sprintf("how often TestF2_HostsComeAndGo loses a host; 0 is 10 on loopback, and %d in namespaces but for short tests", manyRounds))
 
 // A group of three hosts loses the last one again and again, goes on without it, and takes a fresh one in.
 // Memory, mappings and descriptors of the ranks that stay do not grow.
 func TestF2_HostsComeAndGo(t *testing.T) {
 	worldtest.NeedUCX(t)
+	few, many := cmp.Or(*hostRounds, 10), cmp.Or(*hostRounds, manyRounds)
+	if testing.Short() {
+		many = few
+	}
 	t.Run("loopback", func(t *testing.T) {
-		for r, err := range hostsComeAndGo(t, loopback.Addr(), onLoopback, 0) {
+		for r, err := range hostsComeAndGo(t, loopback.Addr(), onLoopback, few, 0) {
 			require.NoError(t, err, "rank %d", r)
 		}
 	})
 	t.Run("namespaces", func(t *testing.T) {
 		spaces := proctest.Namespaces(t, 3)
 		on := func(host int) proctest.Spec { return proctest.Spec{Via: spaces[host].Via} }
-		for r, err := range hostsComeAndGo(t, spaces[0].IP+":29415", on, 0) {
+		for r, err := range hostsComeAndGo(t, spaces[0].IP+":29415", on, many, 0) {
 			require.NoError(t, err, "rank %d", r)
 		}
 	})
@@ -148,7 +153,7 @@ func TestF2_HostsComeAndGo(t *testing.T) {
 		if *hostRounds < manyRounds {
 			t.Skipf("needs -rounds %d", manyRounds)
 		}
-		require.Error(t, errors.Join(hostsComeAndGo(t, loopback.Addr(), onLoopback, 25)...))
+		require.Error(t, errors.Join(hostsComeAndGo(t, loopback.Addr(), onLoopback, *hostRounds, 25)...))
 	})
 }
 
@@ -157,14 +162,14 @@ func onLoopback(host int) proctest.Spec {
 }
 
 // hostsComeAndGo runs the rounds, in each of which a rank that stays keeps leak KiB. It returns what is wrong with what each of these holds.
-func hostsComeAndGo(t *testing.T, addr string, on func(host int) proctest.Spec, leak int) []error {
+func hostsComeAndGo(t *testing.T, addr string, on func(host int) proctest.Spec, rounds, leak int) []error {
 	start := func(r, n, round int) *proctest.Process {
 		spec := on(2)
 		if n == 6 {
 			spec = on(r / 2)
 		}
 		spec.Part, spec.Within = "host that comes or goes", 9*time.Minute
-		spec.Args = []string{strconv.Itoa(round), strconv.Itoa(*hostRounds), strconv.Itoa(leak)}
+		spec.Args = []string{strconv.Itoa(round), strconv.Itoa(rounds), strconv.Itoa(leak)}
 		spec.Env = append(spec.Env, "LOCAL_RANK="+strconv.Itoa(r%2), "LOCAL_WORLD_SIZE=2", "SWITCHYARD_SECRET=a secret of the test", oneArena)
 		return proctest.Rank(t, r, n, addr, spec)
 	}
@@ -172,7 +177,7 @@ func hostsComeAndGo(t *testing.T, addr string, on func(host int) proctest.Spec, 
 	for r := range stay {
 		stay[r] = start(r, 6, 0)
 	}
-	for round := range *hostRounds + 1 {
+	for round := range rounds + 1 {
 		for local := range last {
 			if round == 0 {
 				last[local] = start(4+local, 6, 0)
@@ -188,7 +193,7 @@ func hostsComeAndGo(t *testing.T, addr string, on func(host int) proctest.Spec, 
 		out, _ := p.Output()
 		series, err := readHeld(out)
 		require.NoError(t, err)
-		require.Len(t, series, *hostRounds)
+		require.Len(t, series, rounds)
 		second, third := thirds(series)
 		t.Logf("rank %d: %v; then %v; then %v", r, series[0], second, third)
 		errs[r] = flat(series)
