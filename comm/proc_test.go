@@ -20,6 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/internal/proctest"
 )
 
@@ -31,6 +32,19 @@ func TestMain(m *testing.M) {
 		panic(err)
 	}
 	os.Exit(m.Run())
+}
+
+// sayWhoLacks says which rank is missing, once that is one alone.
+func sayWhoLacks() {
+	for {
+		for _, j := range flight.Joins() {
+			if len(j.Missing) == 1 {
+				say("lacks %v", j.Missing)
+				return
+			}
+		}
+		time.Sleep(time.Millisecond)
+	}
 }
 
 // say reports to the parent, a line at a time.
@@ -53,6 +67,9 @@ func playRank(args []string) int {
 			return 1
 		}
 	}
+	if part == "lack one" && cfg.Rank == 0 {
+		go sayWhoLacks()
+	}
 	start := time.Now()
 	g, err := Join(ctx, cfg)
 	if part == "join again" {
@@ -66,7 +83,7 @@ func playRank(args []string) int {
 	defer g.Close()
 	in := bufio.NewReader(os.Stdin)
 	switch part {
-	case "survive":
+	case "survive", "lack one":
 		if err := barriers(ctx, g); err != nil {
 			return report(ctx, g, err)
 		}
