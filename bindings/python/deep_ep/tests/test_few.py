@@ -148,6 +148,29 @@ def test_masked_choices(pair):
     pair.run(masked)
 
 
+def taken(rank, size):
+    """Parts of a handle that nobody has read go with the rows, and combines go on."""
+    buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)
+    x, idx, weights = routing(rank, size, MOST)
+    read, unread = [buffer.low_latency_dispatch(x.bfloat16(), idx, MOST, 4 * size, use_fp8=False) for _ in range(2)]
+    info, out = read[2][0].clone(), read[0] + 1
+    want = buffer.low_latency_combine(out, idx, weights, read[2])[0]
+    for seed in (1, 2):
+        x, other, _ = routing(rank, size, MOST, seed)
+        buffer.low_latency_dispatch(x.bfloat16(), other, MOST, 4 * size, use_fp8=False)
+    assert torch.equal(read[2][0], info)
+    for i in range(2):
+        with pytest.raises(errors.Freed, match="src_info and layout_range of this handle went with its rows"):
+            unread[2][i]
+    assert list(unread[2][2:]) == [MOST, HIDDEN, 4 * size]
+    assert torch.equal(buffer.low_latency_combine(out, idx, weights, unread[2])[0], want)
+    buffer.destroy()
+
+
+def test_handles_of_taken_results(pair):
+    pair.run(taken)
+
+
 def inferred(rank, size):
     """Results in inference mode and then outside of it, of one dispatcher, may be written to."""
     buffer = deep_ep.Buffer(dist.group.WORLD, low_latency_mode=True)

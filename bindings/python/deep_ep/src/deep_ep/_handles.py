@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from switchyard import errors
 from switchyard._core.arguments import Bound
 from switchyard._torch.compiler import uncompiled_methods
 from torch import Tensor
@@ -83,19 +85,22 @@ class FewHandle(Parts):
     """The handle of Buffer.low_latency_dispatch: src_info, layout_range, num_max_dispatch_tokens_per_rank, hidden, num_experts.
 
     src_info [local experts, rows] has the token of each row, layout_range [local experts, ranks] the first row of each rank in
-    its upper half and their number in its lower.
+    its upper half and their number in its lower. Both are read where the rows lie.
     """
 
     _length = 5
 
     def __init__(self, routing: Routing, got: Any, counts: Tensor) -> None:
-        self.routing, self._got, self._counts, self._parts = routing, got, counts, {}
+        self.routing, self._got, self._counts, self._parts = routing, weakref.ref(got), counts, {}
 
     def _make(self, i: int) -> Any:
         if i > 1:
             shape = self.routing.shape
             return (shape.tokens, shape.hidden, shape.experts)[i - 2]
-        sources = self._got.sources.view(self._counts.shape[0], -1, 2)
+        got = self._got()
+        if got is None:
+            raise errors.Freed("deep_ep: src_info and layout_range of this handle went with its rows, which were given back")
+        sources = got.sources.view(self._counts.shape[0], -1, 2)
         if i == 0:
             return sources[:, :, 1].contiguous()
         size, room = self.routing.engine.size, sources.shape[1]
