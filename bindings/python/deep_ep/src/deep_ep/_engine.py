@@ -126,42 +126,22 @@ class Engine:
 
     def dispatch(
         self, shape: Shape, x: Tensor, scales: Optional[Tensor], idx: Tensor, weights: Optional[Tensor], length: int = 0,
-        theirs: bool = False,
+        theirs: bool = False, by: Optional[Routing] = None,
     ) -> tuple[Result, Routing]:  # fmt: skip
         """Send tokens. Without a length the host waits for the counts, and the result has as many rows as came; otherwise it
-        has this many rows. theirs says that the caller may change idx after the call."""
-        sent, experts = idx, shape.experts
+        has this many rows. theirs says that the caller may change idx after the call. By a routing, whose choices idx has,
+        other tokens go the same ways."""
+        pool, tokens, chosen = self.pool, x.shape[0], idx
         # In an open dispatcher no expert of the caller's may be none of the dispatcher's, see _restated.
-        if not shape.tokens and (self._cuda or (idx.numel() and int(idx.max()) >= experts)):
-            sent = torch.add(idx, idx >= experts, alpha=self.size)
-        copies = theirs and sent is idx
-        made, left = self._deliver(shape, x, sent, weights, scales, length, copies)
-        routing = Routing(self, shape, sent, not length)
-        routing.made, routing.kept = made, left.routing
-        if copies:
-            routing.has_copy(left.lists)
-        return Result(left, weights is not None, experts // self.size), routing
-
-    def redispatch(
-        self, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor], routing: Routing, shape: Shape, length: int = 0
-    ) -> Result:
-        """Send other tokens the ways of a routing, into fresh memory."""
-        made, left = self._deliver(shape, x, routing.idx, weights, scales, length, False)
-        routing.made, routing.kept = made, left.routing
-        return Result(left, weights is not None, shape.experts // self.size)
-
-    def _deliver(
-        self, shape: Shape, x: Tensor, idx: Tensor, weights: Optional[Tensor], scales: Optional[Tensor], length: int,
-        copies: bool,
-    ) -> tuple[Made, Any]:  # fmt: skip
-        """Make a dispatch, and take what it leaves; with copies also a copy of the indices."""
-        pool, tokens = self.pool, x.shape[0]
+        if by is None and not shape.tokens and (self._cuda or (idx.numel() and int(idx.max()) >= shape.experts)):
+            chosen = torch.add(idx, idx >= shape.experts, alpha=self.size)
+        copies = theirs and chosen is idx
         made = self._found.get(shape)
         if made is None or not made.pooled or self._cuda:
             made = self._ready(shape, tokens)
         while True:
             pool.calls = made.used = pool.calls + 1
-            sent = (x, idx, weights, scales)
+            sent = (x, chosen, weights, scales)
             if tokens > made.tokens:
                 sent = self._plea(made.shape, *sent)
             try:
@@ -173,9 +153,20 @@ class Engine:
                 earlier(error)
                 continue
             if not made.shape.open or not left.host.counts[-1]:  # type: ignore[union-attr]
-                return made, left
+                break
             # Some rank has more tokens than there is room for, and sent a plea in their place.
             made = self._found[shape] = pool.dispatcher(made.shape._replace(tokens=pool.agree(tokens)))
+        routing = Routing(self, shape, chosen, not length) if by is None else by
+        routing.made, routing.kept = made, left.routing
+        if copies:
+            routing.has_copy(left.lists)
+        return Result(left, weights is not None, shape.experts // self.size), routing
+
+    def redispatch(
+        self, x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor], routing: Routing, shape: Shape, length: int = 0
+    ) -> Result:
+        """Send other tokens the ways of a routing, into fresh memory."""
+        return self.dispatch(shape, x, scales, routing.idx, weights, length, by=routing)[0]
 
     def _ready(self, shape: Shape, tokens: int) -> Made:
         """The dispatcher for calls of a shape."""
