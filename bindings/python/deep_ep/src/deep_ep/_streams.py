@@ -7,9 +7,13 @@ from typing import Any, Optional
 
 import torch
 from switchyard import errors
+from switchyard._torch.compiler import leaving
 from switchyard._torch.cuda import raw_stream
 
 from .utils.event import EventHandle, event_of
+
+#: Makes a call of the kind outside of the graph that is compiled.
+streaming = leaving("deep_ep: this call is on a stream of its own, or waits for an event")
 
 
 def check(name: str, previous_event: Any, is_async: bool, on_comm_stream: bool) -> None:

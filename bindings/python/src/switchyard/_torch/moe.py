@@ -74,13 +74,20 @@ class Kinds:
         the part. Rows and scales are [experts, capacity, their extent]."""
         made = output.slot.made.get(name)
         if made is None:
-            d, about = self.dispatcher, self._describe(output, name)
             with torch.inference_mode(False):  # others may write to aliases
-                x = tensor_on(about.buffer_info()[0])
-                if name == "rows":
-                    x = (x.view(self.row) if d._float8 else x).view(-1, d._row_capacity(), d.hidden)
-                made = output.slot.made[name] = d._scales(x, d.max_rows, d.max_rows) if name == "scales" else x
+                made = output.slot.made[name] = self._by_expert(output, name, None)
         return made.clone() if copied else made.detach()  # type: ignore[no-any-return]
+
+    def held(self, output: Output, name: str) -> Tensor:
+        """The same part as lent, as a tensor that holds the output."""
+        return self._by_expert(output, name, output._hold)
+
+    def _by_expert(self, output: Output, name: str, hold: int | None) -> Tensor:
+        d, about = self.dispatcher, self._describe(output, name)
+        x = tensor_on(about.buffer_info()[0], hold)
+        if name == "rows":
+            return (x.view(self.row) if d._float8 else x).view(-1, d._row_capacity(), d.hidden)
+        return d._scales(x, d.max_rows, d.max_rows) if name == "scales" else x  # type: ignore[no-any-return]
 
     def rows(self, output: Output) -> Tensor:
         """The rows of an output."""

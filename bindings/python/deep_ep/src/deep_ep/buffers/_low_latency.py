@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional
 import torch
 from switchyard import errors
 from switchyard._core.arguments import Bound
-from switchyard._torch.compiler import uncompiled, uncompiled_methods
+from switchyard._torch.compiler import operates, uncompiled, uncompiled_methods
 from torch import Tensor
 
 from .. import _checks as checks
@@ -17,6 +17,7 @@ from .._handles import FewHandle
 from .._results import Shape, lent, remember
 from .._routings import Given
 from .._streams import Streams, device_of
+from .._tokens import compiling, given
 from ..utils.event import EventOverlap
 from ..utils.sizes import ALIGNMENT, align
 
@@ -29,6 +30,8 @@ class FewTokens(Bound):
 
     group: Any
     group_size: int
+    #: By which compiled graphs know it.
+    _name: str
     _streams: Streams
     _engines: Engines
     _shapes: dict[Any, Shape]
@@ -44,6 +47,7 @@ class FewTokens(Bound):
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Nothing is to be cleaned."""
 
+    @operates
     def low_latency_dispatch(
         self,
         x: Tensor,
@@ -65,6 +69,18 @@ class FewTokens(Bound):
     ) -> tuple[Any, Tensor, FewHandle, EventOverlap, Hook]:
         """Send tokens to their experts: rows [local experts, ranks * most tokens, hidden], with scales for float8, their
         numbers, a handle, an event and a hook that ends the call."""
+        if compiling():
+            from . import _few_ops
+
+            unusual = given(
+                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats, use_nvfp4=use_nvfp4,
+                x_global_scale=x_global_scale, async_finish=async_finish, topk_weights=topk_weights,
+                use_ue8m0_for_sf=use_ue8m0_for_sf,
+            )  # fmt: skip
+            return _few_ops.dispatch(  # type: ignore[no-any-return]
+                self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats, use_fp8,
+                round_scale, use_ue8m0, return_recv_hook, unusual,
+            )  # fmt: skip
         call = "low_latency_dispatch"
         stats, most = cumulative_local_expert_recv_stats, num_max_dispatch_tokens_per_rank
         key = None
@@ -115,6 +131,7 @@ class FewTokens(Bound):
         result = (rows, lent(got, "scales")) if use_fp8 else rows
         return result, counts, handle, EventOverlap(event, (x, topk_idx) if async_finish else None), hook
 
+    @operates
     def low_latency_combine(
         self,
         x: Tensor,
@@ -130,6 +147,15 @@ class FewTokens(Bound):
         **signals: Any,
     ) -> tuple[Tensor, EventOverlap, Hook]:
         """Bring rows back: the sums of each token's rows times its weights, an event and a hook that ends the call."""
+        if compiling():
+            from . import _few_ops
+
+            unusual = given(
+                zero_copy=zero_copy, async_finish=async_finish, combine_wait_recv_cost_stats=combine_wait_recv_cost_stats
+            )
+            return _few_ops.combine(  # type: ignore[no-any-return]
+                self, x, topk_idx, topk_weights, handle, return_recv_hook, out, {**unusual, **signals}
+            )
         call = "low_latency_combine"
         if signals:
             raise NotImplementedError(f"deep_ep: {call}: {', '.join(sorted(signals))}: overlap signals are not supported")

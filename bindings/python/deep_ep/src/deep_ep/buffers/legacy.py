@@ -15,6 +15,7 @@ from .._handles import Handle
 from .._results import Shape, remember
 from .._routings import Routing, choices_of, ranks_of
 from .._streams import Streams, check, device_of
+from .._tokens import named
 from ..utils.event import EventHandle, EventOverlap
 from ..utils.sizes import ALIGNMENT, align, aligned
 from ._low_latency import FewTokens
@@ -68,6 +69,7 @@ class Buffer(FewTokens):
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = low_latency_mode, explicitly_destroy, False
+        self._name = named(self)
         self._streams = Streams()
         self._engines = Engines(group)
         self._destroyed = False
