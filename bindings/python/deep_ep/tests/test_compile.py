@@ -1,4 +1,4 @@
-"""Calls in functions that torch compiles: as parts of one graph where they are operators, else between graphs."""
+"""Calls in functions that torch compiles: as parts of one graph where lengths are known, else between graphs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ TOKENS = 6
 
 #: What fullgraph says of calls that are no operators.
 NONE = "switchyard has no operator for this call"
+COUNTS = "deep_ep: the host waits for the counts of this call"
 STREAMS = "deep_ep: this call is on a stream of its own, or waits for an event"
 
 
@@ -149,29 +150,29 @@ def functions(rank, size, buffer, elastic, late, hybrid):
         return lambda *tensors: function(*tensors, **how)
 
     return {
-        "normal": (normal, NONE),
-        "normal, again": (having(normal, again=True), NONE),
+        "normal": (normal, COUNTS),
+        "normal, again": (having(normal, again=True), COUNTS),
         "events": (having(normal, capture=True), NONE),
-        "worst case": (worst, NONE),
-        "worst case, again": (having(worst, again=True), NONE),
-        "worst case, biases": (lambda x, *rest: worst(x, *rest, bias=[x, -x]), NONE),
-        "worst case, events": (having(worst, later=True), NONE),
+        "worst case": (worst, None),
+        "worst case, again": (having(worst, again=True), None),
+        "worst case, biases": (lambda x, *rest: worst(x, *rest, bias=[x, -x]), None),
+        "worst case, events": (having(worst, later=True), STREAMS),
         "worst case, parts of the handle": (having(worst, parts=True), NONE),
-        "worst case, by a mask": (by_mask, NONE),
-        "worst case, float8": (of_float8, NONE),
-        "elastic": (second, NONE),
-        "elastic, expanded": (having(second, do_expand=True), NONE),
-        "without waits": (unsynced, NONE),
-        "without waits, again": (having(unsynced, again=True), NONE),
-        "without waits, aligned": (having(unsynced, expert_alignment=4), NONE),
-        "without waits, expanded": (having(unsynced, do_expand=True), NONE),
-        "without waits, expanded, again": (having(unsynced, do_expand=True, again=True), NONE),
-        "without waits, the caller's choices": (having(unsynced, do_handle_copy=False), NONE),
-        "without waits, a bias": (lambda x, *rest: unsynced(x, *rest, bias=x, beside=False), NONE),
-        "without waits, statistics": (counted, NONE),
-        "without waits, 2.5": (having(unsynced, by=late, do_handle_copy=False), NONE),
-        "without waits, columns": (columns, NONE),
-        "deferred": (deferred, NONE),
+        "worst case, by a mask": (by_mask, None),
+        "worst case, float8": (of_float8, None),
+        "elastic": (second, COUNTS),
+        "elastic, expanded": (having(second, do_expand=True), COUNTS),
+        "without waits": (unsynced, None),
+        "without waits, again": (having(unsynced, again=True), None),
+        "without waits, aligned": (having(unsynced, expert_alignment=4), None),
+        "without waits, expanded": (having(unsynced, do_expand=True), None),
+        "without waits, expanded, again": (having(unsynced, do_expand=True, again=True), None),
+        "without waits, the caller's choices": (having(unsynced, do_handle_copy=False), None),
+        "without waits, a bias": (lambda x, *rest: unsynced(x, *rest, bias=x, beside=False), None),
+        "without waits, statistics": (counted, None),
+        "without waits, 2.5": (having(unsynced, by=late, do_handle_copy=False), None),
+        "without waits, columns": (columns, None),
+        "deferred": (deferred, STREAMS),
         "few": (few, None),
         "few, hooks": (having(few, hooks=True), None),
         "few, into a tensor": (having(few, into=True), None),
@@ -222,9 +223,21 @@ def test_compiled_calls_have_the_bits_of_others(pair):
 
 def passed(rank, size):
     """Handles go from graph to graph, and between graphs and calls outside of them."""
-    buffer = deep_ep.Buffer(dist.group.WORLD)
+    buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
     x, idx, weights = routing(rank, size, TOKENS)
-    few, experts = x.bfloat16(), 4 * size
+    few, experts, worst = x.bfloat16(), 4 * size, size * TOKENS
+    _, _, per_expert, inside, _ = buffer.get_dispatch_layout(idx, experts)
+
+    def normal(x):
+        rows, _, _, _, handle, _ = buffer.dispatch(
+            x, topk_idx=idx, is_token_in_rank=inside, num_tokens_per_expert=per_expert, num_worst_tokens=worst
+        )
+        return rows * 2, handle
+
+    def second(x):
+        how = {"num_experts": experts, "num_max_tokens_per_rank": TOKENS, "do_cpu_sync": False}
+        rows, _, _, handle, _ = elastic.dispatch(x, idx, **how)
+        return rows * 2, handle
 
     def slab(x):
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, TOKENS, experts, use_fp8=False)
@@ -234,7 +247,10 @@ def passed(rank, size):
         return buffer.low_latency_combine(rows + 1, idx, weights, handle)[0]
 
     # Without what is undefined behind the last row.
+    names = "topk_idx", "num_recv_tokens", "dst_buffer_slot_idx", "psum_num_recv_tokens_per_expert"
     for send, back, tokens, parts in (
+        (normal, lambda rows, handle: buffer.combine(rows + 1, handle)[0], x, lambda h: [h[i] for i in (0, 1, 2, 4, 5)]),
+        (second, lambda rows, handle: elastic.combine(rows + 1, handle)[0], x, lambda h: [getattr(h, n) for n in names]),
         (slab, after_few, few, lambda h: h[1:]),
     ):
         rows, handle = send(tokens)
@@ -250,6 +266,7 @@ def passed(rank, size):
         with pytest.raises(torch._dynamo.exc.Unsupported, match=NONE):
             torch.compile(back, backend="aot_eager", fullgraph=True)(*send(tokens))
         torch._dynamo.reset()
+    elastic.destroy()
     buffer.destroy()
 
 

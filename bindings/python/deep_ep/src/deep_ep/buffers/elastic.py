@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 from switchyard import errors
 from switchyard._core.arguments import Bound
-from switchyard._torch.compiler import uncompiled_methods
+from switchyard._torch.compiler import operates, uncompiled_methods
 from torch import Tensor
 
 from .. import _checks as checks
@@ -17,6 +17,7 @@ from .._handles import places
 from .._results import Result, Shape, remember
 from .._routings import Routing, ranks_of
 from .._streams import Streams, device_of
+from .._tokens import compiling, given, named
 from ..utils.event import EventHandle, EventOverlap
 from ..utils.sizes import ALIGNMENT, align, aligned, get_logical_domain_size, get_physical_domain_size
 from . import _expand, _in_order
@@ -152,6 +153,8 @@ class ElasticBuffer(Bound):
         self.num_scaleout_ranks, self.num_scaleup_ranks = get_logical_domain_size(group)
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks, self.num_nvlink_ranks = get_physical_domain_size(group)
+        #: By which compiled graphs know it.
+        self._name = named(self)
         self._streams = Streams()
         self._engines = Engines(group)
         self._destroyed = False
@@ -225,6 +228,7 @@ class ElasticBuffer(Bound):
 
     # Calls
 
+    @operates
     def dispatch(
         self,
         x: Any,
@@ -249,6 +253,14 @@ class ElasticBuffer(Bound):
     ) -> tuple[Any, Optional[Tensor], Optional[Tensor], EPHandle, EventOverlap]:
         """Send tokens to the ranks of their experts: rows, local experts (None with do_expand), weights, a handle and an event.
         With a handle the rows go the ways of an earlier dispatch."""
+        if compiling():
+            from . import _ops
+
+            how = given(previous_event=previous_event, async_with_compute_stream=async_with_compute_stream)
+            return _ops.dispatch_elastic(  # type: ignore[no-any-return]
+                self, x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
+                expert_alignment, num_sms, handle, do_handle_copy, do_cpu_sync, do_expand, use_tma_aligned_col_major_sf, how,
+            )  # fmt: skip
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         key = None
         if handle is None and cumulative_local_expert_recv_stats is None:
@@ -339,6 +351,7 @@ class ElasticBuffer(Bound):
         checks.stats("dispatch", "cumulative_local_expert_recv_stats", stats, experts // self.num_ranks, device)
         return sent, *checks.choices("dispatch", topk_idx, topk_weights, sent.x.shape[0], device)
 
+    @operates
     def combine(
         self,
         x: Tensor,
@@ -353,6 +366,11 @@ class ElasticBuffer(Bound):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Optional[Tensor], EventOverlap]:
         """Bring rows back: the sums of each token's rows, the weight of each choice, and an event."""
+        if compiling():
+            from . import _ops
+
+            how = given(previous_event=previous_event, async_with_compute_stream=async_with_compute_stream)
+            return _ops.combine(self, x, handle, topk_weights, bias, _ops.EPInGraph, how)  # type: ignore[no-any-return]
         x = checks.rows("combine", x)
         engine = self._engines.of(device_of("combine: x", x))
         if not isinstance(handle, EPHandle):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn, Optional, Union
 
 import torch
-from switchyard._torch.compiler import uncompiled_methods
+from switchyard._torch.compiler import operates, uncompiled_methods
 from torch import Tensor
 
 from ..utils.event import EventOverlap
@@ -56,6 +56,7 @@ class EPBuffer(ElasticBuffer):
             device = "cuda" if torch.cuda.is_available() else "cpu"
             plan.materialize(torch.empty(plan.num_bytes, dtype=torch.uint8, device=device))
 
+    @operates
     def dispatch(  # type: ignore[override]
         self,
         x: Any,
@@ -103,6 +104,7 @@ class EPBuffer(ElasticBuffer):
         )
         return _given_by_wait(made) if defer_epilogue else made
 
+    @operates
     def combine(  # type: ignore[override]
         self,
         x: Tensor,

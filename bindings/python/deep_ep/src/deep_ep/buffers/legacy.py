@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from switchyard import errors
-from switchyard._torch.compiler import uncompiled_methods
+from switchyard._torch.compiler import operates, uncompiled_methods
 from torch import Tensor
 
 from .. import _checks as checks
@@ -15,7 +15,7 @@ from .._handles import Handle
 from .._results import Shape, remember
 from .._routings import Routing, choices_of, ranks_of
 from .._streams import Streams, check, device_of
-from .._tokens import named
+from .._tokens import compiling, given, named
 from ..utils.event import EventHandle, EventOverlap
 from ..utils.sizes import ALIGNMENT, align, aligned
 from ._low_latency import FewTokens
@@ -142,6 +142,7 @@ class Buffer(FewTokens):
 
     # Calls
 
+    @operates
     def get_dispatch_layout(
         self,
         topk_idx: Tensor,
@@ -153,6 +154,13 @@ class Buffer(FewTokens):
         """Count the choices of this rank's tokens: tokens to each rank, None, tokens to each expert, and which token goes to
         which rank. An index that is no expert is refused; with async_finish on a GPU, and in a capture, it counts for nobody,
         and dispatch refuses it."""
+        if compiling():
+            from . import _ops
+
+            how = given(
+                previous_event=previous_event, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream
+            )
+            return _ops.layout(self, topk_idx, num_experts, how)  # type: ignore[no-any-return]
         call = "get_dispatch_layout"
         check(call, previous_event, async_finish, allocate_on_comm_stream)
         checks.experts(call, num_experts, self.group_size)
@@ -170,6 +178,7 @@ class Buffer(FewTokens):
         made, event = self._streams.run(device, previous_event, async_finish, (idx,), count)
         return made[0], None, made[1], made[2], EventOverlap(event)
 
+    @operates
     def dispatch(
         self,
         x: Any,
@@ -189,6 +198,16 @@ class Buffer(FewTokens):
     ) -> tuple[Any, ...]:
         """Send tokens to the ranks of their experts: rows, local experts, weights, rows of each local expert, a handle and an
         event. With a handle the rows go the ways of an earlier dispatch."""
+        if compiling():
+            from . import _ops
+
+            how = given(
+                previous_event=previous_event, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream
+            )
+            return _ops.dispatch(  # type: ignore[no-any-return]
+                self, x, handle, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment,
+                num_worst_tokens, config, how,
+            )  # fmt: skip
         if allocate_on_comm_stream:
             check("dispatch", previous_event, async_finish, allocate_on_comm_stream)
         sms = config.num_sms if config is not None else Buffer.num_sms if Buffer._bounded else 0
@@ -280,6 +299,7 @@ class Buffer(FewTokens):
         )
         return sent.returned(result.rows, result.scales), None, None, None, None, EventOverlap(event)
 
+    @operates
     def combine(
         self,
         x: Tensor,
@@ -292,6 +312,13 @@ class Buffer(FewTokens):
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Tensor, Optional[Tensor], EventOverlap]:
         """Bring rows back: the sums of each token's rows, those of its weights, and an event."""
+        if compiling():
+            from . import _ops
+
+            how = given(
+                previous_event=previous_event, async_finish=async_finish, allocate_on_comm_stream=allocate_on_comm_stream
+            )
+            return _ops.combine(self, x, handle, topk_weights, bias, _ops.NormalInGraph, how)  # type: ignore[no-any-return]
         if allocate_on_comm_stream:
             check("combine", previous_event, async_finish, allocate_on_comm_stream)
         x = checks.rows("combine", x)
