@@ -308,8 +308,9 @@ def test_a_call_is_made_when_it_tells_of_an_earlier_one():
             raise error
         return len(made)
 
-    with pytest.warns(RuntimeWarning, match="did not wait for brought no rows: switchyard: token 3 has no expert"):
+    with pytest.warns(RuntimeWarning, match="did not wait for brought no rows: switchyard: token 3 has no expert") as said:
         assert taken_up(call) == 2
+    assert [w.filename for w in said] == [__file__]  # the place of the caller's call
     made.clear()
     with pytest.raises(errors.InvalidArgument, match="token 3"):
         taken_up(lambda: call(False))

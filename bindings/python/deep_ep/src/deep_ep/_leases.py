@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -107,4 +108,7 @@ def earlier(error: errors.Error) -> None:
     if not error.earlier:
         raise error
     text = f"deep_ep: a call that the host did not wait for brought no rows: {error}"
-    warnings.warn(text, RuntimeWarning, stacklevel=5)
+    level, frame = 1, sys._getframe()
+    while frame.f_globals.get("__package__") == __package__ and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, RuntimeWarning, stacklevel=level)
