@@ -87,7 +87,7 @@ def functions(rank, size, buffer, elastic, late, hybrid):
         return second(x, idx, weights, do_cpu_sync=False, num_max_tokens_per_rank=TOKENS, **how)
 
     def counted(x, idx, weights):
-        return unsynced(x, idx, weights, stats=torch.zeros(4, dtype=torch.int64))
+        return unsynced(x, idx, weights, stats=torch.zeros(4, dtype=torch.int64, device=x.device))
 
     def columns(x, idx, weights):
         q, scales = x.to(torch.float8_e4m3fn), weights[:, :2] + 1
@@ -110,8 +110,8 @@ def functions(rank, size, buffer, elastic, late, hybrid):
         )
         if hooks:
             hook()
-        here = torch.arange(rows.shape[1]) < counts[:, None]
-        out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16) if into else None
+        here = torch.arange(rows.shape[1], device=x.device) < counts[:, None]
+        out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=x.device) if into else None
         y, _, hook = buffer.low_latency_combine(
             torch.where(here[..., None], rows + 1, 0), idx, weights, handle, return_recv_hook=hooks, out=out
         )
@@ -120,22 +120,22 @@ def functions(rank, size, buffer, elastic, late, hybrid):
         return (out if into else y).float() + (1 if stats is None else stats.sum())
 
     def tallied(x, idx, weights):
-        return few(x, idx, weights, stats=torch.ones(4, dtype=torch.int32))
+        return few(x, idx, weights, stats=torch.ones(4, dtype=torch.int32, device=x.device))
 
     def left_out(x, idx, weights):
         rows, counts, handle, _, _ = buffer.low_latency_dispatch(x.bfloat16(), idx, TOKENS, experts, use_fp8=False)
-        rows.mul_((torch.arange(rows.shape[1]) < counts[:, None])[..., None])
+        rows.mul_((torch.arange(rows.shape[1], device=x.device) < counts[:, None])[..., None])
         fewer = torch.where(idx % 2 == 0, -1, idx)
         return buffer.low_latency_combine(rows, fewer, weights, handle)[0].float()
 
     def quantized(x, idx, weights, **how):
         (rows, scales), counts, handle, _, _ = buffer.low_latency_dispatch(x.bfloat16(), idx, TOKENS, experts, **how)
-        here = torch.arange(rows.shape[1]) < counts[:, None]
+        here = torch.arange(rows.shape[1], device=x.device) < counts[:, None]
         if scales.dtype is torch.int32:
             scales = torch.exp2(torch.stack([(scales >> 8 * i) & 255 for i in range(2)], -1).flatten(2).float() - 127)
         plain = rows.float().view(*rows.shape[:2], -1, 128) * scales[..., None]
         plain = torch.where(here[..., None], plain.flatten(2), 0).bfloat16()
-        y = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+        y = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=x.device)
         buffer.low_latency_combine(plain, idx, weights, handle, out=y)
         return y.float() + 1
 
@@ -190,11 +190,11 @@ def compiled(function, fullgraph=False):
     return torch.compile(function, backend="aot_eager", fullgraph=fullgraph)
 
 
-def same_bits(rank, size):
+def same_bits(rank, size, device="cpu"):
     group = dist.group.WORLD
     buffers = deep_ep.Buffer(group), deep_ep.ElasticBuffer(group), deep_ep.EPBuffer(group)
     buffers += (HybridEPBuffer(group, HIDDEN, TOKENS, 4),)
-    tensors = routing(rank, size, TOKENS)
+    tensors = routing(rank, size, TOKENS, device=device)
     ignored = []  # errors of what the compiler leaves half made
     sys.unraisablehook = ignored.append
     for name, (function, why) in functions(rank, size, *buffers).items():

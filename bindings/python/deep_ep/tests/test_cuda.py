@@ -11,6 +11,7 @@ import torch.distributed as dist
 import world
 from layers import HIDDEN, applied, dispatched, factors, routing, want
 from switchyard import errors
+from test_compile import same_bits
 
 import deep_ep
 from deep_ep.hybrid_ep_buffer import indices_to_map
@@ -628,3 +629,14 @@ def routing_bytes(rank, size):
 
 def test_a_routing_is_small(cuda):
     cuda.run(routing_bytes, timeout=60)
+
+
+# Compiled graphs
+
+
+def compiled(rank, size):
+    same_bits(rank, size, CUDA)
+
+
+def test_compiled_calls_have_the_bits_of_others(cuda):
+    cuda.run(compiled, timeout=120)
