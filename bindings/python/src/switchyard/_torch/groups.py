@@ -85,6 +85,15 @@ class _Store:
         self._store.set(key, _FORGOTTEN)
 
 
+def _apart(store: Any) -> Any:
+    """The store by a connection of its own. gloo waits in it for other ranks, and holds the connection for as long: ranks that
+    make two groups at a time, each another one first, would wait for each other for ever."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # of a class of the caller's
+        return store
+
+
 def _reach(store: Any) -> str | None:
     """A host that ranks of other hosts reach this one by: the one that torch's own store is on."""
     if "MASTER_ADDR" in os.environ:
@@ -292,7 +301,7 @@ class Group:
         if comm is None:
             if self.rank == 0 and _told.first(why):
                 warn_alone(f"switchyard: the ranks of group {self.name!r} {why}: its calls go to torch", 3)
-            store = dist.PrefixStore(f"switchyard/gloo/{again or ''}", self._store)
+            store = dist.PrefixStore(f"switchyard/gloo/{again or ''}", _apart(self._store))
             elsewhere = dist.ProcessGroup(store, self.rank, self.size)
             gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=timeout or c10d.default_pg_timeout)
             elsewhere._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
