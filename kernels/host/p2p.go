@@ -226,10 +226,10 @@ func (x *transferring) doing(rank int) string {
 	return x.to.shows(x)
 }
 
-func (p *pair) shows(x *transferring) string {
-	me, c := p.e.space.Rank, &p.f.c
+func (pr *pair) shows(x *transferring) string {
+	me, c := pr.e.space.Rank, &pr.f.c
 	return fmt.Sprintf("it has signalled %d times, and this rank has consumed %d",
-		p.e.word(me, c.Signals(p.place, x.a.Semaphore)).Load(), p.e.word(me, c.Consumed(p.place, x.a.Semaphore)).Load())
+		pr.e.word(me, c.Signals(pr.place, x.a.Semaphore)).Load(), pr.e.word(me, c.Consumed(pr.place, x.a.Semaphore)).Load())
 }
 
 func (x *transferring) run(p *port, f *transfers, a *kernels.Transfer) error {
@@ -244,19 +244,19 @@ func (x *transferring) run(p *port, f *transfers, a *kernels.Transfer) error {
 	return x.to.transfer(x)
 }
 
-func (p *pair) transfer(x *transferring) error {
-	switch e, a := p.e, x.a; a.Kind {
+func (pr *pair) transfer(x *transferring) error {
+	switch e, a := pr.e, x.a; a.Kind {
 	case kernels.PutTransfer:
-		x.copy(e.space.Range(p.place, a.Place, a.Buffer.Bytes), a.Buffer.Mem)
+		x.copy(e.space.Range(pr.place, a.Place, a.Buffer.Bytes), a.Buffer.Mem)
 	case kernels.GetTransfer:
-		x.copy(a.Buffer.Mem, e.space.Range(p.place, a.Place, a.Buffer.Bytes))
+		x.copy(a.Buffer.Mem, e.space.Range(pr.place, a.Place, a.Buffer.Bytes))
 	case kernels.SignalTransfer:
-		e.at(signalling, p.place)
-		e.order(p.place)
-		e.word(p.place, p.f.c.Signals(e.space.Rank, a.Semaphore)).Add(1)
-		e.ring(p.place)
+		e.at(signalling, pr.place)
+		e.order(pr.place)
+		e.word(pr.place, pr.f.c.Signals(e.space.Rank, a.Semaphore)).Add(1)
+		e.ring(pr.place)
 	case kernels.WaitTransfer:
-		return p.consume(x)
+		return pr.consume(x)
 	}
 	return nil
 }
@@ -267,9 +267,9 @@ func (x *transferring) reset() {
 }
 
 // consume waits for a signal that no other launch consumes.
-func (p *pair) consume(x *transferring) error {
-	e, me, a := p.e, p.e.space.Rank, x.a
-	signals, consumed := e.word(me, p.f.c.Signals(p.place, a.Semaphore)), e.word(me, p.f.c.Consumed(p.place, a.Semaphore))
+func (pr *pair) consume(x *transferring) error {
+	e, me, a := pr.e, pr.e.space.Rank, x.a
+	signals, consumed := e.word(me, pr.f.c.Signals(pr.place, a.Semaphore)), e.word(me, pr.f.c.Consumed(pr.place, a.Semaphore))
 	for {
 		had := consumed.Load()
 		if signals.Load() > had {
@@ -279,12 +279,12 @@ func (p *pair) consume(x *transferring) error {
 			}
 			continue
 		}
-		if p.failed.late(&a.Turn) {
-			return p.failed.error()
+		if pr.failed.late(&a.Turn) {
+			return pr.failed.error()
 		}
-		if err := x.w.idle(p); err != nil {
-			err = x.w.fail(p, err)
-			p.failed.fail(&a.Turn, err)
+		if err := x.w.idle(pr); err != nil {
+			err = x.w.fail(pr, err)
+			pr.failed.fail(&a.Turn, err)
 			return err
 		}
 	}

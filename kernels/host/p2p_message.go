@@ -189,25 +189,28 @@ func (x *messaging) failed(h *end) *failedWait {
 	return h.with.failing()
 }
 
-func (p *pair) failing() *failedWait { return &p.failed }
+func (pr *pair) failing() *failedWait { return &pr.failed }
 
 // idle waits a little for h, or for anything else.
 func (x *messaging) idle(h *end) error {
-	x.w.rail = nil
+	x.w.rail = x.alone()
+	return x.w.idle(x.peer(h))
+}
+
+// alone is the rail on which a rank may sleep that waits for all that has not ended, nil if there is none.
+func (x *messaging) alone() (rail rails.Rail) {
 	for i := range x.ends {
-		o := &x.ends[i]
-		if o.stage == ended {
-			continue
-		}
-		if o.with == nil {
-			x.w.rail = nil
-			break
-		}
-		if x.w.rail = o.with.alone(); x.w.rail == nil {
-			break
+		switch h := &x.ends[i]; {
+		case h.stage == ended:
+		case h.with == nil:
+			return nil
+		default:
+			if rail = h.with.alone(); rail == nil {
+				return nil
+			}
 		}
 	}
-	return x.w.idle(x.peer(h))
+	return rail
 }
 
 func (*pair) alone() rails.Rail { return nil }
@@ -352,9 +355,9 @@ func (x *messaging) instead(h *end) string {
 	return h.with.wanting()
 }
 
-func (p *pair) unreceived() []string { return p.f.left(p.e, p.place, p.e.space.Rank) }
+func (pr *pair) unreceived() []string { return pr.f.left(pr.e, pr.place, pr.e.space.Rank) }
 
-func (p *pair) wanting() string { return p.f.wants(p.e, p.place) }
+func (pr *pair) wanting() string { return pr.f.wants(pr.e, pr.place) }
 
 // wants says which message of this rank a peer waits for.
 func (f *transfers) wants(e *Engine, peer int) string {

@@ -18,7 +18,7 @@ func (x *messaging) from(h *end, f func(p partner)) {
 	}
 }
 
-// enlist puts a receive behind those that wait for the same partners, or before them. It is in the list of one of them already.
+// enlist puts a receive behind those that wait for the same partners, or before them: into the lists of all but one, where it is already.
 func (x *messaging) enlist(h *end, first bool, but partner) {
 	if h.any() {
 		h.others = slices.Repeat([]look{never}, x.f.c.Size)
