@@ -38,21 +38,17 @@ def warn_alone(text: str, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
-class Told:
-    """The reasons for which groups of this process have gone to torch, each of which is told once."""
-
-    def __init__(self) -> None:
-        self._lock, self._known = threading.Lock(), set[str]()
-
-    def first(self, why: str) -> bool:
-        """Whether no group has had this reason before."""
-        with self._lock:
-            before = len(self._known)
-            self._known.add(why)
-            return len(self._known) > before
+# The reasons for which groups of this process have gone to torch.
+_told: set[str] = set()
+_telling = threading.Lock()
 
 
-_told = Told()
+def _new(why: str) -> bool:
+    """Whether no group of this process has gone to torch for this reason before."""
+    with _telling:
+        new = why not in _told
+        _told.add(why)
+        return new
 
 
 def check_timeout(call: str, timeout: Any) -> None:
@@ -299,7 +295,7 @@ class Group:
         except errors.Unsupported as err:  # on all ranks
             why = f"are on several hosts, and cannot have symmetric memory ({err})"
         if comm is None:
-            if self.rank == 0 and _told.first(why):
+            if self.rank == 0 and _new(why):
                 warn_alone(f"switchyard: the ranks of group {self.name!r} {why}: its calls go to torch", 3)
             store = dist.PrefixStore(f"switchyard/gloo/{again or ''}", _apart(self._store))
             elsewhere = dist.ProcessGroup(store, self.rank, self.size)
