@@ -141,12 +141,11 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (small *Group, err 
 	n.mu.Lock()
 	s.made = true
 	s.next = nil
-	closed := g.closed
+	closed, out := g.closed, g.leftOut()
 	n.mu.Unlock()
 	if dec.has(g.rank) {
 		next.Close()
-		return nil, fmt.Errorf("comm: shrink: %w", &PeerError{Rank: g.rank,
-			Err: fmt.Errorf("%w: the others have given this rank up", ErrPeerLost)})
+		return nil, fmt.Errorf("comm: shrink: %w", out)
 	}
 	if closed {
 		next.Close()
@@ -176,6 +175,16 @@ func (g *Group) Shrink(ctx context.Context, leaveOut ...int) (small *Group, err 
 	return next, nil
 }
 
+// leftOut is the error of a rank that the survivors go on without, whether it hears so before it shrinks or from their decision. The caller holds
+// n.mu.
+func (g *Group) leftOut() error {
+	why := fmt.Errorf("%w: the others have given this rank up", ErrPeerLost)
+	if pe, ok := g.err.(*PeerError); ok && pe.Rank == g.rank {
+		why = pe.Err
+	}
+	return &PeerError{Rank: g.rank, Err: fmt.Errorf("this rank is not among the survivors: %w", why)}
+}
+
 // shrinkable returns why this rank cannot take part. The caller holds n.mu.
 func (g *Group) shrinkable() error {
 	switch {
@@ -186,11 +195,7 @@ func (g *Group) shrinkable() error {
 	case g.shrink.busy:
 		return fmt.Errorf("%s is being shrunk by another goroutine", g.name)
 	case g.out[g.n.id]:
-		why := fmt.Errorf("%w: the others have given this rank up", ErrPeerLost)
-		if pe, ok := g.err.(*PeerError); ok && pe.Rank == g.rank {
-			why = pe.Err
-		}
-		return &PeerError{Rank: g.rank, Err: fmt.Errorf("this rank is not among the survivors: %w", why)}
+		return g.leftOut()
 	}
 	return g.stranded()
 }
