@@ -716,9 +716,9 @@ func TestF2_HostsLoseRanksWhileTheyShrink(t *testing.T) {
 				require.Equal(t, c.stay, f[0], "rank %d", p.Rank)
 				p.exit(0)
 			}
-			if c.how == 0 { // they have lost all others
+			if c.how == 0 { // they have lost all others, but may shrink before they know, with what these had said before the cut
 				for _, r := range c.lost {
-					ps[r].Tell("")
+					ps[r].Tell("again")
 				}
 				for _, r := range c.lost {
 					ps[r].expect("shrinks")

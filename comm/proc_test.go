@@ -95,9 +95,9 @@ func playRank(args []string) int {
 			return 1
 		}
 		say("lost %d", pe.Rank)
-		in.ReadString('\n')
+		told, _ := in.ReadString('\n')
 		say("shrinks now")
-		return goOn(ctx, g)
+		return goOn(ctx, g, strings.TrimSpace(told) == "again")
 	case "leave out":
 		for {
 			short, stop := context.WithTimeout(ctx, proctest.Scaled(1500*time.Millisecond))
@@ -246,11 +246,11 @@ func report(ctx context.Context, g *Group, err error) int {
 		return 1
 	}
 	say("lost %d %v %v", pe.Rank, errors.Is(err, ErrPeerLost), err)
-	return goOn(ctx, g)
+	return goOn(ctx, g, false)
 }
 
-// goOn shrinks a group, and says who is left.
-func goOn(ctx context.Context, g *Group) int {
+// goOn shrinks a group, once more with again where a rank of the smaller one is lost, too, and says who is left.
+func goOn(ctx context.Context, g *Group, again bool) int {
 	s, err := g.Shrink(ctx)
 	if err != nil {
 		say("outcast %v %v", errors.Is(err, ErrPeerLost), err)
@@ -258,6 +258,9 @@ func goOn(ctx context.Context, g *Group) int {
 	}
 	defer s.Close()
 	all, err := s.AllGather(ctx, []byte(strconv.Itoa(g.Rank())))
+	if again && errors.Is(err, ErrPeerLost) {
+		return goOn(ctx, s, false)
+	}
 	if err != nil {
 		say("error %v", err)
 		return 1
