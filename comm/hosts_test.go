@@ -529,9 +529,9 @@ func TestF4_RelaysAreChecked(t *testing.T) {
 
 // hostProcs starts ranks as processes, perHost in each network namespace.
 func hostProcs(t *testing.T, spaces []*proctest.Namespace, perHost int, part string, env ...string) []*proc {
-	ps := make([]*proc, len(spaces)*perHost)
+	ps, delays := make([]*proc, len(spaces)*perHost), proctest.NoteDelays(t)
 	for r := range ps {
-		ps[r] = hostProc(t, spaces, perHost, r, part, env...)
+		ps[r] = hostProc(t, spaces, perHost, r, part, delays, env...)
 	}
 	return ps
 }
@@ -539,10 +539,10 @@ func hostProcs(t *testing.T, spaces []*proctest.Namespace, perHost int, part str
 // meetingPort is where ranks of hostProc meet.
 const meetingPort = 29411
 
-func hostProc(t *testing.T, spaces []*proctest.Namespace, perHost, r int, part string, env ...string) *proc {
+func hostProc(t *testing.T, spaces []*proctest.Namespace, perHost, r int, part string, delays *proctest.Delays, env ...string) *proc {
 	addr := net.JoinHostPort(spaces[0].IP, strconv.Itoa(meetingPort))
-	return &proc{proctest.Rank(t, r, len(spaces)*perHost, addr, proctest.Spec{Part: "rank", Args: []string{part}, Via: spaces[r/perHost].Via,
-		Env: append([]string{"LOCAL_RANK=" + strconv.Itoa(r%perHost), "LOCAL_WORLD_SIZE=" + strconv.Itoa(perHost)}, env...)}), t}
+	return &proc{proctest.Rank(t, r, len(spaces)*perHost, addr, proctest.Spec{Part: "rank", Args: []string{part}, Via: spaces[r/perHost].Via, Delays: delays,
+		Env: append([]string{"LOCAL_RANK=" + strconv.Itoa(r%perHost), "LOCAL_WORLD_SIZE=" + strconv.Itoa(perHost)}, env...)}), t, delays}
 }
 
 // A process that is killed during a join, the leader of its host or another, is named on all hosts: by the join's deadline where that had
@@ -556,7 +556,7 @@ func TestF2_HostLosesARankInTheJoin(t *testing.T) {
 			t.Parallel()
 			ps := hostProcs(t, proctest.Namespaces(t, 3), 2, "survive", "SWITCHYARD_JOIN_TIMEOUT="+timeout.String())
 			time.Sleep(time.Duration(seed/2) * 40 * time.Millisecond)
-			l, inJoin := newLoss(t, timeout), 0 // before all have met, a rank may come again until the join's end
+			l, inJoin := newLoss(ps, timeout), 0 // before all have met, a rank may come again until the join's end
 			ps[victim].Signal(syscall.SIGKILL)
 			for r, p := range ps {
 				if r == victim {
@@ -624,7 +624,7 @@ func TestF2_HostsLoseRanks(t *testing.T) {
 			for _, p := range ps {
 				p.expect("joined")
 			}
-			l := newLoss(t, silent)
+			l := newLoss(ps, silent)
 			for _, r := range c.victims {
 				ps[r].Signal(c.signal)
 			}
@@ -692,7 +692,7 @@ func TestF2_HostsLoseRanksWhileTheyShrink(t *testing.T) {
 					p.expect("shrinks")
 				}
 			}
-			l := newLoss(t, silent)
+			l := newLoss(ps, silent)
 			for _, r := range c.lost {
 				if c.how == 0 {
 					spaces[r/2].Cut()
@@ -742,7 +742,7 @@ func TestF2_HostIsCutOff(t *testing.T) {
 			for _, p := range ps {
 				p.expect("joined")
 			}
-			l := newLoss(t, silent)
+			l := newLoss(ps, silent)
 			spaces[2].Cut()
 			l.named(ps[:4], []int{4})
 			for _, p := range ps[:4] {
@@ -798,7 +798,7 @@ func TestF2_HostIsCutOffInTheJoin(t *testing.T) {
 			t.Parallel()
 			spaces := proctest.Namespaces(t, 3)
 			start := func(r int) *proc {
-				return hostProc(t, spaces, perHost, r, "lack one", "SWITCHYARD_JOIN_TIMEOUT="+timeout.String())
+				return hostProc(t, spaces, perHost, r, "lack one", nil, "SWITCHYARD_JOIN_TIMEOUT="+timeout.String())
 			}
 			var ps []*proc
 			for r := range last {

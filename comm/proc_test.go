@@ -309,7 +309,7 @@ func TestARankWithoutDescriptorsSaysSo(t *testing.T) {
 					if r == poor {
 						args = []string{"few files", strconv.Itoa(room)}
 					}
-					ps[r] = &proc{proctest.Rank(t, r, len(ps), addr, proctest.Spec{Part: "rank", Args: args}), t}
+					ps[r] = &proc{proctest.Rank(t, r, len(ps), addr, proctest.Spec{Part: "rank", Args: args}), t, nil}
 				}
 				const want = `rank %d may have \d+ files open and no more \(ulimit -n\): .*too many open files`
 				require.Regexp(t, fmt.Sprintf("^comm: .*"+want, poor), strings.Join(ps[poor].expect("error"), " "))
@@ -330,20 +330,21 @@ func TestARankWithoutDescriptorsSaysSo(t *testing.T) {
 // proc is a rank in a process of its own.
 type proc struct {
 	*proctest.Process
-	t *testing.T
+	t      *testing.T
+	delays *proctest.Delays // of this process and of all ranks of the group, where these are started at once
 }
 
 func startProcs(t *testing.T, n int, part string, env ...string) []*proc {
-	addr := freeAddr(t)
+	addr, delays := freeAddr(t), proctest.NoteDelays(t)
 	ps := make([]*proc, n)
 	for r := range ps {
-		ps[r] = startProc(t, r, n, addr, part, env...)
+		ps[r] = startProc(t, r, n, addr, part, delays, env...)
 	}
 	return ps
 }
 
-func startProc(t *testing.T, r, n int, addr, part string, env ...string) *proc {
-	return &proc{proctest.Rank(t, r, n, addr, proctest.Spec{Part: "rank", Args: []string{part}, Env: env}), t}
+func startProc(t *testing.T, r, n int, addr, part string, delays *proctest.Delays, env ...string) *proc {
+	return &proc{proctest.Rank(t, r, n, addr, proctest.Spec{Part: "rank", Args: []string{part}, Env: env, Delays: delays}), t, delays}
 }
 
 // expect returns the fields of the next line, whose first must be word.
@@ -398,9 +399,9 @@ type loss struct {
 	delays *proctest.Delays
 }
 
-// newLoss is one that is about to happen: ranks end or, where silent says for how long they may be, fall silent.
-func newLoss(t *testing.T, silent time.Duration) *loss {
-	l := &loss{t: t, delays: proctest.NoteDelays(t), within: proctest.EndedIsNamedWithin}
+// newLoss is one that is about to happen: some of these ranks end or, where silent says for how long they may be, fall silent.
+func newLoss(ps []*proc, silent time.Duration) *loss {
+	l := &loss{t: ps[0].t, delays: ps[0].delays, within: proctest.EndedIsNamedWithin}
 	if silent > 0 {
 		l.within = silent + proctest.SilentIsNamedWithin
 	}
@@ -411,10 +412,7 @@ func newLoss(t *testing.T, silent time.Duration) *loss {
 // inTime is for a rank that has just said that it knows.
 func (l *loss) inTime(p *proc) {
 	l.t.Helper()
-	end := time.Now()
-	took := l.delays.Took(l.begin, end)
-	l.t.Logf("rank %d knew after %v, %v without delays", p.Rank, end.Sub(l.begin), took)
-	require.Less(l.t, took, l.within, "rank %d, after %v", p.Rank, end.Sub(l.begin))
+	l.delays.InTime(l.t, l.begin, time.Now(), l.within, fmt.Sprintf("rank %d knew", p.Rank))
 }
 
 // survived is what the survivors of ps say after one of them was lost, and when.
@@ -451,7 +449,7 @@ func TestF2_KilledProcessIsNamed(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	l := newLoss(t, 0)
+	l := newLoss(ps, 0)
 	ps[2].Signal(syscall.SIGKILL)
 	l.survived(ps, 2)
 }
@@ -461,7 +459,7 @@ func TestF2_KilledRankZeroIsNamed(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	l := newLoss(t, 0)
+	l := newLoss(ps, 0)
 	ps[0].Signal(syscall.SIGKILL)
 	l.survived(ps, 0)
 }
@@ -471,7 +469,7 @@ func TestF2_ExitWithoutCloseIsALoss(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	l := newLoss(t, 0)
+	l := newLoss(ps, 0)
 	ps[1].Tell("")
 	l.survived(ps, 1)
 }
@@ -483,7 +481,7 @@ func TestF2_StoppedProcessIsNamed(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	l := newLoss(t, timeout)
+	l := newLoss(ps, timeout)
 	ps[1].Signal(syscall.SIGSTOP)
 	l.survived(ps, 1)
 	// When it wakes up it learns that the others have gone on without it, and
@@ -587,7 +585,7 @@ func TestF2_InterruptEndsARank(t *testing.T) {
 	for _, p := range ps {
 		p.expect("joined")
 	}
-	l := newLoss(t, 0)
+	l := newLoss(ps, 0)
 	ps[0].Signal(syscall.SIGINT)
 	l.survived(ps, 0)
 	ps[0].exit(-1)
@@ -631,7 +629,7 @@ func TestF2_KilledInTheJoin(t *testing.T) {
 			const size = 4
 			ps := make([]*proc, size)
 			for r := range ps {
-				ps[r] = startProc(t, r, size, addr, "join again")
+				ps[r] = startProc(t, r, size, addr, "join again", nil)
 			}
 			victim := rng.IntN(size)
 			time.Sleep(time.Duration(rng.IntN(40000)*(1+rng.IntN(4))) * time.Microsecond)
@@ -643,7 +641,7 @@ func TestF2_KilledInTheJoin(t *testing.T) {
 			} else {
 				ps[victim].Signal(syscall.SIGKILL)
 				ps[victim].Wait()
-				ps[victim] = startProc(t, victim, size, addr, "join again")
+				ps[victim] = startProc(t, victim, size, addr, "join again", nil)
 			}
 			type word struct {
 				rank int

@@ -1,7 +1,14 @@
 package proctest
 
 import (
+	"cmp"
+	"encoding/binary"
+	"fmt"
+	"io"
+	"os"
+	"slices"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -13,32 +20,33 @@ const (
 	SilentIsNamedWithin = 2 * time.Second
 )
 
-// Delays notes for how long this machine keeps a process waiting that could run. A bound that is a promise is held to what something took without
-// them: it is as tight as it says on an idle machine, and stands on a busy one.
+// Delays notes when this machine keeps processes waiting that could run, for longer than a nap: this one, and those whose Spec has it. A bound that
+// is a promise is held to what something took without them: it is as tight as it says on an idle machine, and stands on a busy one.
 type Delays struct {
 	mu  sync.Mutex
-	all []delay
+	all []delay   // of all processes, in no order
+	due time.Time // when this process can run next, or could have
 }
 
-// delay is from when the process could run until it did; to is zero where it has not yet.
+// delay is from when a process could run until it did.
 type delay struct{ from, to time.Time }
 
 // NoteDelays notes them until the end of the test.
 func NoteDelays(t testing.TB) *Delays {
-	d, over := &Delays{}, make(chan struct{})
+	d, over := &Delays{due: time.Now().Add(nap)}, make(chan struct{})
 	var noting sync.WaitGroup
 	noting.Go(func() {
 		for {
-			d.mu.Lock()
-			d.all = append(d.all, delay{from: time.Now().Add(nap)})
-			d.mu.Unlock()
 			select {
 			case <-over:
 				return
 			case <-time.After(nap):
 			}
 			d.mu.Lock()
-			d.all[len(d.all)-1].to = time.Now()
+			if now := time.Now(); now.Sub(d.due) > nap {
+				d.all = append(d.all, delay{d.due, now})
+			}
+			d.due = time.Now().Add(nap)
 			d.mu.Unlock()
 		}
 	})
@@ -49,20 +57,80 @@ func NoteDelays(t testing.TB) *Delays {
 	return d
 }
 
-// Took is how long something took from begin to end, without the delays between.
-func (d *Delays) Took(begin, end time.Time) time.Duration {
-	took := end.Sub(begin)
+// InTime holds what somebody took from begin to end, without the delays between, to a bound.
+func (d *Delays) InTime(t testing.TB, begin, end time.Time, bound time.Duration, who string) {
+	t.Helper()
+	took := d.took(begin, end)
+	if took >= bound { // a process may not have told yet
+		time.Sleep(10 * nap)
+		took = d.took(begin, end)
+	}
+	words := fmt.Sprintf("%s: %v, %v without delays", who, end.Sub(begin), took)
+	if took >= bound {
+		t.Errorf("%s, and %v are allowed", words, bound)
+		return
+	}
+	t.Log(words)
+}
+
+func (d *Delays) took(begin, end time.Time) time.Duration {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	for _, late := range d.all {
-		from, to := late.from, late.to
-		if from.Before(begin) {
-			from = begin
+	all := append(d.all[:len(d.all):len(d.all)], delay{d.due, end})
+	slices.SortFunc(all, func(a, b delay) int { return cmp.Or(a.from.Compare(b.from), a.to.Compare(b.to)) })
+	took, at := end.Sub(begin), begin // what lies before at is counted
+	for _, late := range all {
+		if late.from.After(at) {
+			at = late.from
 		}
-		if to.IsZero() || to.After(end) {
+		to := late.to
+		if to.After(end) {
 			to = end
 		}
-		took -= max(to.Sub(from), 0)
+		if to.After(at) {
+			took -= to.Sub(at)
+			at = to
+		}
 	}
 	return took
 }
+
+// A process tells of its delays on a pipe: when each began and ended, in nanoseconds since 1970, eight bytes each.
+const (
+	delaysVar = "SWITCHYARD_TEST_DELAYS" // is set for a process that tells
+	delaysFD  = 3
+)
+
+// hear takes what a process tells, until that ends.
+func (d *Delays) hear(pipe io.ReadCloser) {
+	defer func() { _ = pipe.Close() }()
+	var ns [2]int64
+	for binary.Read(pipe, binary.LittleEndian, &ns) == nil {
+		d.mu.Lock()
+		d.all = append(d.all, delay{time.Unix(0, ns[0]), time.Unix(0, ns[1])})
+		d.mu.Unlock()
+	}
+}
+
+// tell has a process tell its delays, where its Spec asks for it.
+var tell = sync.OnceFunc(func() {
+	if os.Getenv(delaysVar) == "" {
+		return
+	}
+	_ = os.Unsetenv(delaysVar)
+	syscall.CloseOnExec(delaysFD)
+	pipe := os.NewFile(delaysFD, "delays")
+	go func() {
+		for {
+			due := time.Now().Add(nap)
+			time.Sleep(nap)
+			now := time.Now()
+			if now.Sub(due) <= nap {
+				continue
+			}
+			if err := binary.Write(pipe, binary.LittleEndian, [2]int64{due.UnixNano(), now.UnixNano()}); err != nil {
+				return // the test is over
+			}
+		}
+	}()
+})

@@ -43,7 +43,13 @@ const (
 func As(part string) string { return partVar + "=" + part }
 
 // Again reports whether this process runs one test again, for a Spec without a part.
-func Again() bool { return os.Getenv(partVar) == again }
+func Again() bool {
+	if os.Getenv(partVar) != again {
+		return false
+	}
+	tell()
+	return true
+}
 
 // Play plays the part that this process was started for, and ends the process. It returns in the process of the tests, and in one that
 // runs a test again.
@@ -55,6 +61,7 @@ func Play(parts Parts) {
 	if name == idle {
 		os.Exit(0)
 	}
+	tell()
 	play, ok := parts[name]
 	if !ok {
 		fmt.Fprintf(os.Stderr, "proctest: no part %q\n", name)
@@ -74,6 +81,8 @@ type Spec struct {
 	Via []string
 	// Stdout takes the standard output, which is not collected then.
 	Stdout *os.File
+	// Delays gets those of the process, too.
+	Delays *Delays
 	// Within is the deadline, counted from the start; the default is 5 minutes, which is long for a busy machine.
 	Within time.Duration
 }
@@ -127,6 +136,17 @@ func start(t testing.TB, rank int, s Spec) *Process {
 		p.cmd.Env = append(p.cmd.Env, "GORACE=atexit_sleep_ms=0") // the race detector has a program wait for a second at its end
 	}
 	p.cmd.Env = append(p.cmd.Env, s.Env...)
+	var tells *os.File
+	if s.Delays != nil {
+		pipe, w, err := os.Pipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		go s.Delays.hear(pipe)
+		tells = w
+		p.cmd.Env = append(p.cmd.Env, delaysVar+"=1")
+		p.cmd.ExtraFiles = []*os.File{tells} // delaysFD
+	}
 	p.cmd.SysProcAttr = endsWithTest()
 	p.cmd.WaitDelay = leftOpen
 	p.cmd.Stdout, p.cmd.Stderr = stream{p, &p.out}, stream{p, &p.err}
@@ -141,6 +161,9 @@ func start(t testing.TB, rank int, s Spec) *Process {
 		runtime.LockOSThread() // the kernel takes the end of the thread that started the process for that of the test
 		defer runtime.UnlockOSThread()
 		err := p.cmd.Start()
+		if tells != nil {
+			_ = tells.Close() // the process has it
+		}
 		began <- err
 		if err != nil {
 			return

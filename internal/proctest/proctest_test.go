@@ -239,22 +239,40 @@ func TestScaledIsNeverShorter(t *testing.T) {
 	require.Equal(t, fmt.Sprint(int64(Scaled(time.Hour))), out, "in a process of this test")
 }
 
-// What a machine adds to a span does not count, whether it lies in it, over its ends, or outside.
+// What a machine adds to a span does not count, whether it lies in it, over its ends, or outside, and once where several processes are late.
 func TestDelaysDoNotCount(t *testing.T) {
 	at := func(ms int) time.Time { return time.UnixMilli(int64(ms)) }
-	d := &Delays{all: []delay{{at(0), at(100)}, {at(990), at(1010)}, {at(1500), at(1700)}, {at(1800), at(1800)}, {at(2950), at(3100)}, {at(4000), at(5000)}}}
-	require.Equal(t, (2000-10-200-50)*time.Millisecond, d.Took(at(1000), at(3000)))
-	d = &Delays{all: []delay{{from: at(1900)}}} // it has not run yet
-	require.Equal(t, 900*time.Millisecond, d.Took(at(1000), at(2000)))
-	require.Equal(t, 800*time.Millisecond, d.Took(at(1000), at(1800)))
+	d := &Delays{due: at(9000), all: []delay{{at(0), at(100)}, {at(990), at(1010)}, {at(1500), at(1700)}, {at(1800), at(1800)}, {at(2950), at(3100)},
+		{at(4000), at(5000)}, {at(1550), at(1600)}, {at(1650), at(1710)}}}
+	require.Equal(t, (2000-10-210-50)*time.Millisecond, d.took(at(1000), at(3000)))
+	d = &Delays{due: at(1900)} // it has not run yet
+	require.Equal(t, 900*time.Millisecond, d.took(at(1000), at(2000)))
+	require.Equal(t, 800*time.Millisecond, d.took(at(1000), at(1800)))
 
 	d = NoteDelays(t)
 	begin := time.Now()
-	require.Eventually(t, func() bool {
-		d.mu.Lock()
-		defer d.mu.Unlock()
-		return len(d.all) > 3
-	}, time.Minute, time.Millisecond)
+	d.mu.Lock() // it is late, by this
+	time.Sleep(10 * nap)
+	d.mu.Unlock()
 	end := time.Now()
-	require.Less(t, d.Took(begin, end), end.Sub(begin))
+	require.LessOrEqual(t, d.took(begin, end), end.Sub(begin)-5*nap)
+	d.InTime(t, begin, end, end.Sub(begin)-5*nap+1, "it")
+	failed := &record{TB: t}
+	d.InTime(failed, begin, end, nap/2, "it")
+	require.Len(t, failed.failures, 1)
+	require.Contains(t, failed.failures[0], "and 5ms are allowed")
+}
+
+// A process tells when it was kept waiting, as one that is stopped is.
+func TestProcessesTellTheirDelays(t *testing.T) {
+	d := &Delays{due: time.Now().Add(time.Hour)} // this process does not note its own
+	p := Start(t, Spec{Part: "echo", Delays: d})
+	p.Tell("it runs")
+	p.Saw("it runs")
+	begin := time.Now()
+	p.Signal(syscall.SIGSTOP)
+	time.Sleep(time.Second)
+	p.Signal(syscall.SIGCONT)
+	end := time.Now()
+	require.Eventually(t, func() bool { return d.took(begin, end) < end.Sub(begin)-time.Second/2 }, time.Minute, time.Millisecond)
 }

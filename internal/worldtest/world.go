@@ -119,12 +119,12 @@ func hostProcs(t *testing.T, n, perHost int, rate string, segment int64, f func(
 		hostProc(t, segment, f)
 		return
 	}
-	_, ps := startHostProcs(t, n, perHost, rate)
+	_, ps := startHostProcs(t, n, perHost, rate, nil)
 	require.NoError(t, errors.Join(proctest.Failures(ps)...))
 }
 
 // startHostProcs starts the processes, which run the test again and call hostProc there.
-func startHostProcs(t *testing.T, n, perHost int, rate string, env ...string) ([]*proctest.Namespace, []*proctest.Process) {
+func startHostProcs(t *testing.T, n, perHost int, rate string, delays *proctest.Delays, env ...string) ([]*proctest.Namespace, []*proctest.Process) {
 	t.Helper()
 	NeedUCX(t)
 	spaces := proctest.Namespaces(t, n/perHost)
@@ -135,7 +135,7 @@ func startHostProcs(t *testing.T, n, perHost int, rate string, env ...string) ([
 	}
 	ps := make([]*proctest.Process, n)
 	for r := range ps {
-		ps[r] = proctest.Rank(t, r, n, spaces[0].IP+":29412", proctest.Spec{Within: 6 * time.Minute, Via: spaces[r/perHost].Via,
+		ps[r] = proctest.Rank(t, r, n, spaces[0].IP+":29412", proctest.Spec{Within: 6 * time.Minute, Via: spaces[r/perHost].Via, Delays: delays,
 			Env: append([]string{fmt.Sprint("LOCAL_RANK=", r%perHost), fmt.Sprint("LOCAL_WORLD_SIZE=", perHost)}, env...)})
 	}
 	return spaces, ps
