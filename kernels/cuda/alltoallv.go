@@ -38,9 +38,10 @@ const (
 )
 
 // ownAsideBytes is the least that a copy engine moves of what stays on the rank, next to few blocks that move the rest. A multiprocessor moves 45
-// GB/s, across a link or within the GPU: 8 of them that copied both took 98 us for 32 MiB on 2 H200, and take 60. Where a block serves each
-// stripe the link is the limit, and a copy engine takes from it.
-const ownAsideBytes = 1 << 20
+// GB/s, across a link or within the GPU: 8 of them that copied both took 98 us for 32 MiB on 2 H200, and take 60. To enqueue the copy and its
+// events takes the host 8 us, which less than this does not save. Where a block serves each stripe the link is the limit, and a copy engine takes
+// from it.
+const ownAsideBytes = 8 << 20
 
 // How many blocks the packet kernel takes by default: one for every packetWarps groups of packets, within limits. On 8
 // GPUs, 16 blocks were fastest for 8 KiB a rank and 48 for 2 MiB.

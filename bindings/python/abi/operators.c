@@ -18,9 +18,15 @@
 // core.HostCounts of more numbers are, too.
 #define MOST_NUMBERS 1024
 
+// Of the CUDA driver, 0 where they succeed.
+#define DRIVER_FUNCTIONS(F) \
+	F(int, cuEventRecord, (void *event, void *stream)) \
+	F(int, cuStreamWaitEvent, (void *stream, void *event, unsigned flags))
+
 #define POINTER(result, name, arguments) static result(*name) arguments;
 TORCH_FUNCTIONS(POINTER)
 TORCH_GPU_FUNCTIONS(POINTER)
+DRIVER_FUNCTIONS(POINTER)
 #undef POINTER
 
 static int32_t host, gpu, strided;
@@ -68,6 +74,21 @@ static bool stream_of(int64_t device, uint64_t *stream)
 	    (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream((int32_t)device, &found)))
 		return false;
 	*stream = (uint64_t)(uintptr_t)found;
+	return true;
+}
+
+// The stream that a call of a place is made on. Nothing may be unusual about the rest of the call.
+static bool place_stream(const struct switchyard_exchanges *at, uint64_t *stream)
+{
+	void *event = (void *)(uintptr_t)at->Event;
+	if (!stream_of(at->Device, stream))
+		return false;
+	if (!event)
+		return true;
+	if (!cuEventRecord || !cuStreamWaitEvent || cuEventRecord(event, (void *)(uintptr_t)*stream) ||
+	    cuStreamWaitEvent((void *)(uintptr_t)at->Stream, event, 0))
+		return false;
+	*stream = at->Stream;
 	return true;
 }
 
@@ -131,8 +152,10 @@ static int64_t exchange(torch_tensor to, torch_tensor from, torch_list received,
 	           !numbers(received, ranks, out.sizes[0], shape.rows + ranks) ||
 	           shape.rows[at->Rank] != shape.rows[ranks + (size_t)at->Rank])
 		return UNUSUAL;
-	if (!stream_of(at->Device, &stream))
+	if (!place_stream(at, &stream))
 		return UNUSUAL;
+	if (at->Event)
+		shape.head.MaxSMs = at->MaxSMs;
 	shape.head.Row = row;
 	shape.head.DstBytes = out.sizes[0] * row;
 	shape.head.SrcBytes = in.sizes[0] * row;
@@ -168,25 +191,26 @@ static int64_t bytes_of(const struct view *v)
 	return (int64_t)n;
 }
 
-static bool collective_of(torch_tensor to, torch_tensor from, const struct switchyard_exchanges *at,
+// How many of its input's bytes an output has.
+enum extent { EQUAL, A_RANKS, OF_ALL };
+
+static bool collective_of(torch_tensor to, torch_tensor from, enum extent extent, const struct switchyard_exchanges *at,
                           struct collective *c)
 {
 	struct view out, in;
+	int64_t ranks = at->Ranks;
 	if (atomic_load(&forked) || !view_of(to, &out) || !view_of(from, &in) || out.device != at->Device ||
-	    in.device != at->Device || out.dtype != in.dtype || complex_numbers(&in) ||
-	    !stream_of(at->Device, &c->stream))
+	    in.device != at->Device || out.dtype != in.dtype || complex_numbers(&in))
 		return false;
 	c->to = out.data;
 	c->from = in.data;
 	c->to_bytes = bytes_of(&out);
 	c->from_bytes = bytes_of(&in);
-	return true;
-}
-
-// Whether one of two numbers of bytes is the other for each rank.
-static bool for_each(int64_t whole, int64_t part, const struct switchyard_exchanges *at)
-{
-	return whole % at->Ranks == 0 && whole / at->Ranks == part;
+	if (extent == A_RANKS && (c->from_bytes % ranks || c->from_bytes / ranks != c->to_bytes))
+		return false;
+	if (extent == OF_ALL && (c->to_bytes % ranks || c->to_bytes / ranks != c->from_bytes))
+		return false;
+	return place_stream(at, &c->stream);
 }
 
 // switchyard::reduce
@@ -199,7 +223,7 @@ static void reduce(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 	struct collective c;
 	uint64_t ticket = 0;
 	int32_t code = UNUSUAL;
-	if (collective_of(x, x, at, &c))
+	if (collective_of(x, x, EQUAL, at, &c))
 		code =
 		    switchyard_all_reduce(at->Handle, c.stream, c.to, c.from, c.to_bytes, dtype, op, at->Wait, &ticket);
 	stack[0] = (uint64_t)answer(code, ticket);
@@ -216,7 +240,7 @@ static void scatter(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 	struct collective c;
 	uint64_t ticket = 0;
 	int32_t code = UNUSUAL;
-	if (collective_of(to, from, at, &c) && for_each(c.from_bytes, c.to_bytes, at))
+	if (collective_of(to, from, A_RANKS, at, &c))
 		code = switchyard_reduce_scatter(at->Handle, c.stream, c.to, c.to_bytes, c.from, c.from_bytes, dtype,
 		                                 op, at->Wait, &ticket);
 	stack[0] = (uint64_t)answer(code, ticket);
@@ -233,7 +257,7 @@ static void gather(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 	struct collective c;
 	uint64_t ticket = 0;
 	int32_t code = UNUSUAL;
-	if (collective_of(to, from, at, &c) && for_each(c.to_bytes, c.from_bytes, at))
+	if (collective_of(to, from, OF_ALL, at, &c))
 		code = switchyard_all_gather(at->Handle, c.stream, c.to, c.to_bytes, c.from, c.from_bytes, at->Wait,
 		                             &ticket);
 	stack[0] = (uint64_t)answer(code, ticket);
@@ -448,7 +472,7 @@ static const struct {
 };
 
 // The library of torch's that is loaded under a name, or its first function that is missing.
-static const char *found(void *torch, void *cuda)
+static const char *found(void *torch, void *cuda, void *driver)
 {
 #define FIND(result, name, arguments) \
 	if (!(*(void **)&name = dlsym(torch, #name))) \
@@ -457,6 +481,9 @@ static const char *found(void *torch, void *cuda)
 #undef FIND
 #define FIND(result, name, arguments) *(void **)&name = cuda ? dlsym(cuda, #name) : NULL;
 	TORCH_GPU_FUNCTIONS(FIND)
+#undef FIND
+#define FIND(result, name, arguments) *(void **)&name = driver ? dlsym(driver, #name) : NULL;
+	DRIVER_FUNCTIONS(FIND)
 #undef FIND
 	return NULL;
 }
@@ -467,7 +494,8 @@ static void enter(void)
 	static const char *const KEYS[] = {"CPU", "CUDA"};
 	void *torch = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_NOW);
 	torch_library all;
-	failed = torch ? found(torch, dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW)) : "libtorch_cpu.so";
+	void *cuda = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW);
+	failed = torch ? found(torch, cuda, cuda ? dlopen("libcuda.so.1", RTLD_NOW) : NULL) : "libtorch_cpu.so";
 	if (failed)
 		return;
 	host = aoti_torch_device_type_cpu();

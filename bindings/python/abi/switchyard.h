@@ -33,10 +33,14 @@ const char *switchyard_operators(void);
 #define SWITCHYARD_FLOAT32 0
 #define SWITCHYARD_INT32 4
 
-// Exchanges of a place. Device is -1 for the host, and calls wait there for Wait microseconds.
+// Exchanges of a place. Device is -1 for the host, and calls wait there for Wait microseconds. With an Event, a
+// CUevent, calls on a GPU are enqueued on the CUstream Stream in place of torch's current one, behind what that has:
+// the event is recorded there and waited for. An exchange takes at most MaxSMs multiprocessors then.
 struct switchyard_exchanges {
 	uint64_t Handle;
 	int64_t Device, Ranks, Rank, Wait;
+	uint64_t Stream, Event;
+	int64_t MaxSMs;
 };
 
 // Dispatches and combines of a dispatcher. On the host, calls wait for Wait microseconds, and a dispatch returns that

@@ -9,6 +9,8 @@ import switchyard as sw
 
 torch = pytest.importorskip("torch")
 
+from switchyard._torch import operators  # noqa: E402
+
 pytestmark = host.needs_them
 
 
@@ -71,6 +73,64 @@ def ordered(rank, size):
 
 def test_calls_are_in_the_order_of_streams(cuda):
     cuda.run(ordered)
+
+
+def asynchronous(rank, size):
+    """Calls with async_op are operators too: behind what the current stream has, with tensors kept, and the same bits."""
+    x = torch.randn(4 * size, 3, device="cuda", generator=torch.Generator("cuda").manual_seed(rank))
+    part, even = x[:4].clone(), [4] * size
+    calls = [
+        (lambda y, **how: sw.all_to_all_single(y, x, **how), x),
+        (lambda y, **how: sw.all_to_all_single(y, x, even, even, **how), x),
+        (lambda y, **how: sw.all_reduce(y, **how), x),
+        (lambda y, **how: sw.reduce_scatter_tensor(y, x, **how), part),
+        (lambda y, **how: sw.all_gather_into_tensor(y, part, **how), x),
+    ]
+    wants = []
+    for call, like in calls:
+        y = like.clone()
+        call(y)
+        wants.append(y.clone())
+    made = operators.exchanges(sw.communicator(), x.get_device())
+    for (call, like), want in zip(calls, wants):
+        y = torch.empty_like(like)
+        with host.Counting(made, "aside") as counting:
+            torch.cuda._sleep(20_000_000)
+            y.copy_(like)
+            work = call(y, async_op=True)
+            assert counting.served == counting.asked == 1
+        assert work.result()[0] is y
+        version = y._version
+        for _ in range(3):  # nobody holds their tensors
+            other = torch.full_like(like, 5)
+            call(other, async_op=True)
+            del other
+            torch.full_like(like, -1)
+        work.wait()
+        assert torch.equal(y, want)
+        assert y._version == version
+    # Python makes what is unusual, refuses what is wrong, and what is captured stays on the graph's stream.
+    y = torch.empty(3, 4 * size, device="cuda").T
+    with host.Counting(made, "aside") as counting:
+        sw.all_to_all_single(y.contiguous(), x, async_op=True, max_sms=4).wait()
+        with pytest.raises(sw.Error):
+            sw.all_to_all_single(y[:, :2].contiguous(), x, async_op=True)
+        assert counting.served == 0
+    got = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        sw.all_to_all_single(got, x, async_op=True).wait()
+    sw.barrier()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, wants[0])
+    del graph
+    sw.barrier()
+
+
+def test_calls_beside_others(cuda):
+    cuda.run(asynchronous)
 
 
 def flat(rank, size):

@@ -123,11 +123,21 @@ def _operators(group: Any, x: Tensor) -> operators.Exchanges | None:
     return made
 
 
-def _soonest(group: Any, output: Tensor, input: Tensor, async_op: bool) -> operators.Exchanges | None:
-    """The same for a reduction or a gather, None where something about the call is unusual."""
-    if async_op or type(output) is not Tensor or type(input) is not Tensor or c10d._world.pg_coalesce_state:
+def _soonest(
+    group: Any, output: Tensor, input: Tensor, async_op: bool, make: Callable[[operators.Exchanges, int], bool]
+) -> tuple[Work | None] | None:
+    """The answer of a call that make makes as an operator, which is soonest, or None where something about the call is
+    unusual. make gets what to hand to the operator."""
+    if type(output) is not Tensor or type(input) is not Tensor or c10d._world.pg_coalesce_state:
         return None
-    return _operators(group, input)
+    made = _operators(group, input)
+    if made is None:
+        return None
+    if async_op:
+        tensors = (output,) if output is input else (output, input)
+        work = made.aside(tensors, lambda at: make(made, at))
+        return work and (work,)
+    return (None,) if make(made, 0) else None
 
 
 def gpu_for(group: Any, output: Tensor, input: Tensor) -> Gpu | None:
@@ -208,10 +218,11 @@ def all_to_all_single(
         return None
     if isinstance(input, Tensor) and input.requires_grad:
         hint_gradient("all_to_all_single", input)
-    if type(output) is Tensor and type(input) is Tensor and extra is None and not async_op:
-        made = _operators(group, input)
-        if made is not None and made.make(output, input, output_split_sizes, input_split_sizes):
-            return None  # what is asked most, soonest
+    if extra is None:
+        sizes = (output_split_sizes, input_split_sizes)
+        made = _soonest(group, output, input, async_op, lambda made, at: made.make(output, input, *sizes, at))
+        if made:
+            return made[0]
     if cuda.ours(output, input):
         gpu = gpu_for(group, output, input)
         if gpu is None:
@@ -285,9 +296,9 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
     hint_gradient("all_reduce", tensor)
     how = op_name(op)
     usual = _KINDS.get((tensor.dtype, how))
-    made = _soonest(group, tensor, tensor, async_op) if usual else None
-    if usual and made is not None and made.reduce(tensor, usual):
-        return None
+    made = usual and _soonest(group, tensor, tensor, async_op, lambda made, at: made.reduce(tensor, usual, at))
+    if made:
+        return made[0]
 
     def torchs(pg: Any) -> Any:
         return fallback.in_rows(dist.all_reduce, "b", (tensor, _torch_op(op), pg, async_op))
@@ -357,9 +368,9 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
     hint_gradient("reduce_scatter_tensor", input)
     how = op_name(op)
     usual = _KINDS.get((input.dtype, how))
-    made = _soonest(group, output, input, async_op) if usual else None
-    if usual and made is not None and made.scatter(output, input, usual):
-        return None
+    made = usual and _soonest(group, output, input, async_op, lambda made, at: made.scatter(output, input, usual, at))
+    if made:
+        return made[0]
     refuse_gloos(group, "reduce_scatter_tensor", input, how)
     kind = kind_of(input, how)
 
@@ -405,9 +416,9 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
     if _outside(group, "all_gather_into_tensor"):
         return None
     hint_gradient("all_gather_into_tensor", input)
-    made = _soonest(group, output, input, async_op)
-    if made is not None and made.gather(output, input):
-        return None
+    made = _soonest(group, output, input, async_op, lambda made, at: made.gather(output, input, at))
+    if made:
+        return made[0]
 
     def torchs(pg: Any) -> Any:
         return fallback.in_rows(dist.all_gather_into_tensor, "wr", (output, input, pg, async_op))

@@ -31,6 +31,21 @@ from .work import Work
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
+_streams: dict[tuple[int, int], Any] = {}
+
+
+def stream_now(device: int) -> Any:
+    """The current stream of a GPU as an object of torch's, which takes longer to make than a call takes to enqueue."""
+    raw = raw_stream(device)
+    found = _streams.get((device, raw))
+    if found is None:
+        if len(_streams) == 64:
+            _streams.clear()
+        found = torch.cuda.ExternalStream(raw, device) if raw else torch.cuda.default_stream(device)
+        _streams[device, raw] = found
+    return found
+
+
 def ours(output: Tensor, input: Tensor) -> bool:
     """Whether both are on a GPU, with memory that is what it seems."""
     return (
@@ -107,7 +122,8 @@ Extra = tuple[Any, Optional[int], Optional[int], Optional[bool]]
 
 # The options of a call with async_op whose caller gives none: 8 multiprocessors send, and at most as many copy out of
 # staging. The others are left to what the caller has to do meanwhile: 16 more cost products of 8192 x 8192 matrices 10 to 25%.
-BESIDE: Extra = (None, 8, None, None)
+BESIDE_SMS = 8
+BESIDE: Extra = (None, BESIDE_SMS, None, None)
 
 
 @named("all_to_all_single")
@@ -247,13 +263,15 @@ class _Side:
         try:
             return self.events.pop()
         except IndexError:
-            return torch.cuda.Event()
+            event = torch.cuda.Event()
+            event.record(self.stream)  # one that was never recorded is none yet
+            return event
 
 
 _making = threading.Lock()
 
 
-def _side(gpu: Gpu) -> _Side:
+def side_of(gpu: Gpu) -> _Side:
     if gpu.side is None:
         with _making:
             gpu.side = gpu.side or _Side(gpu.device)
@@ -290,7 +308,7 @@ def _beside(
 ) -> Work:
     """Enqueue a call that uses tensors, and back after it: behind what the current stream has, next to what it gets later. It
     is behind what the side stream has, that of the communicator's collectives if none is given."""
-    side, stream = side or _side(gpu), torch.cuda.current_stream()
+    side, stream = side or side_of(gpu), stream_now(gpu.device)
     event = side.event()
     # In a graph, calls of one communicator are ordered only by the stream that they are on.
     if not torch.cuda.is_current_stream_capturing():
@@ -358,7 +376,7 @@ def reductions(gpu: Gpu, calls: list[Submission], outputs: list[Tensor], async_o
         tensors = list(outputs)
         for _, (*_, keep), _ in calls:
             tensors.extend(keep if isinstance(keep, tuple) else (keep,))
-        return _beside(gpu, enqueue, tensors, outputs, back)
+        return _beside(gpu, enqueue, tensors, outputs, back if backs else None)
     enqueue(raw_stream(gpu.device))
     back()
     return None
@@ -397,7 +415,7 @@ class Recorded:
                     return False
                 time.sleep(1e-4)
             self._gpu.check()
-        torch.cuda.current_stream(self._gpu.device).wait_event(self._event)
+        stream_now(self._gpu.device).wait_event(self._event)
         return True
 
     def future(self, outputs: list[Tensor]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from array import array
+from collections.abc import Callable
 from ctypes import c_uint64
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +28,11 @@ from .._core.dispatched import (
     counts_of,
 )
 from .._core.native import AGAIN, SLICE, library
+from . import cuda
 from .compiler import uncompiled
 from .profile import profiled
 from .tensors import written
+from .work import Work
 
 if TYPE_CHECKING:
     from .._core.comm import Communicator
@@ -53,39 +56,57 @@ class Exchanges:
         self._comm, self._place, self._on_gpu = comm, place, device >= 0
         self._call, self._reduce = found.all_to_all.default, found.reduce.default
         self._scatter, self._gather = found.scatter.default, found.gather.default
-        self._about = array("q", (place._handle, device, comm.size, comm.rank, SLICE))
+        self._about = array("q", (place._handle, device, comm.size, comm.rank, SLICE, 0, 0, 0))
         self._address = self._about.buffer_info()[0]
 
-    def make(self, output: Tensor, input: Tensor, received: Any, sent: Any) -> bool:
-        """Make one, if nothing about it is unusual."""
+    def aside(self, tensors: tuple[Tensor, ...], make: Callable[[int], bool]) -> Work | None:
+        """Have make make a call on these tensors, the output first, behind what the current stream has and next to what it
+        gets later, if nothing about it is unusual. make gets what to hand to a method that makes a call."""
+        gpu = self._place
+        if not self._on_gpu or torch.cuda.current_device() != gpu.device or torch.cuda.is_current_stream_capturing():
+            return None
+        side = cuda.side_of(gpu)
+        event, stream = side.event(), side.stream
+        about = self._about[:5]
+        about.extend((stream.cuda_stream, event.cuda_event, cuda.BESIDE_SMS))
+        if not make(about.buffer_info()[0]):
+            side.events.append(event)
+            return None
+        event.record(stream)
+        for x in tensors:
+            x.record_stream(stream)
+        return Work(cuda.Recorded(gpu, side, stream, event), tensors[:1])
+
+    def make(self, output: Tensor, input: Tensor, received: Any, sent: Any, at: int = 0) -> bool:
+        """Make one, if nothing about it is unusual. at is of a call of aside."""
         if received is None and sent is None:
             received = sent = ()
         elif type(received) not in (list, tuple) or type(sent) not in (list, tuple):
             return False
         if input.is_neg() or output.is_neg():  # torch would carry it out before
             return False
-        return self._made(output, input, self._call, output, input, received, sent)
+        return self._made(output, input, at, self._call, output, input, received, sent)
 
-    def reduce(self, tensor: Tensor, kind: tuple[int, int]) -> bool:
+    def reduce(self, tensor: Tensor, kind: tuple[int, int], at: int = 0) -> bool:
         """all_reduce, if nothing about it is unusual."""
-        return self._reduces(tensor, tensor) and self._made(tensor, None, self._reduce, tensor, *kind)
+        return self._reduces(tensor, tensor) and self._made(tensor, None, at, self._reduce, tensor, *kind)
 
-    def scatter(self, output: Tensor, input: Tensor, kind: tuple[int, int]) -> bool:
+    def scatter(self, output: Tensor, input: Tensor, kind: tuple[int, int], at: int = 0) -> bool:
         """reduce_scatter_tensor, if nothing about it is unusual."""
-        return self._reduces(output, input) and self._made(output, input, self._scatter, output, input, *kind)
+        return self._reduces(output, input) and self._made(output, input, at, self._scatter, output, input, *kind)
 
-    def gather(self, output: Tensor, input: Tensor) -> bool:
+    def gather(self, output: Tensor, input: Tensor, at: int = 0) -> bool:
         """all_gather_into_tensor, if nothing about it is unusual."""
-        return self._reduces(output, input) and self._made(output, input, self._gather, output, input)
+        return self._reduces(output, input) and self._made(output, input, at, self._gather, output, input)
 
     def _reduces(self, output: Tensor, input: Tensor) -> bool:
         """Whether the place is ready for reductions, and torch carries nothing out before."""
         return (not self._on_gpu or self._place.reduces) and not (input.is_neg() or output.is_neg())
 
-    def _made(self, output: Tensor, input: Tensor | None, call: Any, *arguments: Any) -> bool:
+    def _made(self, output: Tensor, input: Tensor | None, at: int, call: Any, *arguments: Any) -> bool:
         """Make a call that writes output, if nothing about it is unusual."""
         try:
-            code = call(*arguments, self._address)
+            code = call(*arguments, at or self._address)
         except (RuntimeError, TypeError):  # torch knows no operator for such tensors or splits
             return False
         if code == UNUSUAL:
