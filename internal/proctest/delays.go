@@ -43,10 +43,11 @@ func NoteDelays(t testing.TB) *Delays {
 			case <-time.After(nap):
 			}
 			d.mu.Lock()
-			if now := time.Now(); now.Sub(d.due) > nap {
+			now := time.Now()
+			if now.Sub(d.due) > nap {
 				d.all = append(d.all, delay{d.due, now})
 			}
-			d.due = time.Now().Add(nap)
+			d.due = now.Add(nap)
 			d.mu.Unlock()
 		}
 	})
@@ -120,17 +121,15 @@ var tell = sync.OnceFunc(func() {
 	_ = os.Unsetenv(delaysVar)
 	syscall.CloseOnExec(delaysFD)
 	pipe := os.NewFile(delaysFD, "delays")
+	due := time.Now().Add(nap) // not only once it is this goroutine's turn
 	go func() {
 		for {
-			due := time.Now().Add(nap)
 			time.Sleep(nap)
 			now := time.Now()
-			if now.Sub(due) <= nap {
-				continue
-			}
-			if err := binary.Write(pipe, binary.LittleEndian, [2]int64{due.UnixNano(), now.UnixNano()}); err != nil {
+			if now.Sub(due) > nap && binary.Write(pipe, binary.LittleEndian, [2]int64{due.UnixNano(), now.UnixNano()}) != nil {
 				return // the test is over
 			}
+			due = now.Add(nap) // the process may be kept waiting anywhere
 		}
 	}()
 })
