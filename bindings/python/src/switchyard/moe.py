@@ -46,14 +46,14 @@ class Dispatcher(Calls):
       They are float32 or, with ``scale_format="ue8m0"``, exponents of powers of two, four in an int32, or with
       ``"power_of_two"`` powers of two in float32; with ``scale_columns`` in column-major order. Tokens of float8 come with
       such scales, row-major;
-    - ``float8_combine``: sums cross as float8 with scales; on GPUs that has run in an emulation only;
+    - ``float8_combine``: sums cross as float8 with scales;
     - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 1,024, any layout but "token_major";
     - ``row_weights``, ``sources`` and ``landed``: what :class:`Dispatched` has of that name;
     - ``masks``: calls go on without ranks that are lost, or left out by :meth:`mask`, in the same group, with tokens at the
       copies of experts that ``placement`` has: for at most 16 ranks of one host, without gradients, :meth:`redispatch` and
-      ``share_memory``; on GPUs with ``low_latency``, ``handles=1`` and rows by expert, which has run in an emulation only. Rows
-      that a lost rank had not sent are zero, with no source. Calls of other kinds wait for it until the timeout:
-      :func:`switchyard.shrink` makes a group without it, at a quiet moment;
+      ``share_memory``; on GPUs with ``low_latency``, ``handles=1`` and rows by expert. Rows that a lost rank had not sent are
+      zero, with no source. Calls of other kinds wait for it until the timeout: :func:`switchyard.shrink` makes a group
+      without it, at a quiet moment;
     - ``share_memory``: its dispatches lie where those of the group's other dispatchers on this device lie that have it, in as
       much memory as the largest of them wants. Making a larger one lets it grow. A call of another overwrites ``rows`` and what
       lies next to them, and they are refused from then on: :meth:`Dispatched.take` them before. Combines go by an earlier
@@ -202,8 +202,7 @@ class Dispatcher(Calls):
         - ``weights``: float32 for each row, like ``row_weights``, instead of those of the dispatch; ``weighted=False``: none
           at all;
         - ``token_weights``: float32 [tokens, top_k], like ``weights`` of :meth:`dispatch`, instead of those of the dispatch:
-          all ranks give them, each for its own tokens. With rows by expert only, and without gradients. On GPUs it has run in
-          an emulation only;
+          all ranks give them, each for its own tokens. With rows by expert only, and without gradients;
         - ``bias``: a tensor like the result, or two of them, which each sum begins with;
         - ``sum_weights``: return also the entries of ``weights`` for each token's choices, [tokens, top_k], 0 for those
           without an expert;
