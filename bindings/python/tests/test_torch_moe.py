@@ -135,6 +135,27 @@ def test_layers_in_compiled_graphs(worlds, layout):
     worlds.get(2, worlds_module.gloo).run(layers.gradients, "cpu", layout, "float32", WAYS, {}, True)
 
 
+def faked(rank, size, layout, options):
+    """Fake kernels give the shapes and the strides of what a dispatch has."""
+    from switchyard._torch import moe_ops
+
+    options = {"quantize": True, "combine_dtype": "bfloat16", **options}
+    d = sw.Dispatcher(3 * size, 2, 256, max_tokens=8, layout=layout, **options)
+    x = torch.randn(8, 256, generator=torch.Generator().manual_seed(rank))
+    idx = (torch.arange(8)[:, None] + torch.tensor([[0, size]])) % (3 * size)
+    arguments = (x, None, idx, torch.rand(8, 2), d.name)
+    torch.library.opcheck(moe_ops._dispatch_op, arguments, test_utils="test_faketensor")
+    d.close()
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("layout", list(layers.LAYOUTS))
+def test_fakes_are_like_dispatches(worlds, layout, columns):
+    world = worlds.get(2, worlds_module.gloo)
+    for form in ("float32", "ue8m0"):
+        world.run(faked, layout, {"scale_columns": columns, "scale_format": form})
+
+
 @pytest.mark.parametrize("check", ["biased", "again", "lifetimes", "counted", "refused", "overflow"])
 def test_dispatches(gloo, check):
     gloo.run(getattr(layers, check), "cpu")

@@ -47,10 +47,9 @@ def _(x, scales, idx, weights, dispatcher):  # type: ignore[no-untyped-def]
     k, size = kinds(d), d.comm.size
     # On the host there are as many rows as came.
     rows = torch.library.get_ctx().new_dynamic_size() if k.trims else d.max_rows
-    scaled = _scales_shape(d, rows) if d._float8 else (0,)
     local = len(d.local_experts)
     shapes = {
-        "scales": (scaled, (torch.float32, torch.int32)[d._exponents] if d._float8 else torch.int32),
+        "scales": ((0,), torch.int32),
         "counts": ((local,), torch.int32),
         "offsets": ((d._groups + 1,), torch.int32),
         "rank_counts": ((size,), torch.int32),
@@ -62,17 +61,19 @@ def _(x, scales, idx, weights, dispatcher):  # type: ignore[no-untyped-def]
         "sources": ((rows, 2) if d._tells_sources else (0,), torch.int32),
         "landed": ((local,) if d._tells_landed else (0,), torch.int32),
     }
-    parts = [_empty(x, *shapes[name]) for name in _OTHERS]
-    return (_empty(x, (rows, d.hidden), k.row), torch.empty(1, dtype=torch.int64, device="cpu"), *parts)
+    parts = {name: _empty(x, *shapes[name]) for name in _OTHERS}
+    if d._float8:
+        parts["scales"] = _scales(d, rows, x)
+    return (_empty(x, (rows, d.hidden), k.row), torch.empty(1, dtype=torch.int64, device="cpu"), *parts.values())
 
 
-def _scales_shape(d: Calls, rows: Any) -> tuple[Any, ...]:
-    blocks = 1 if d._scale_per_token else -(-d.hidden // 128)
-    words = -(-blocks // 4) if d._exponents else blocks
+def _scales(d: Calls, rows: Any, x: Tensor) -> Tensor:
+    """Scales as Calls._scales has them."""
+    n, capacity = d._scale_words, d._row_capacity()
+    shape, strides = (rows, n), (1, d.max_rows) if d._columns else (n, 1)  # type: tuple[Any, ...], tuple[int, ...]
     if d._columns and d.layout in ("padded", "slab"):
-        capacity = d._row_capacity()
-        return d.max_rows // capacity, capacity, words
-    return rows, words
+        shape, strides = (d.max_rows // capacity, capacity, n), (n * capacity, 1, capacity)
+    return torch.empty_strided(shape, strides, dtype=(torch.float32, torch.int32)[d._exponents], device=x.device)
 
 
 def _dispatch_setup(ctx: Any, inputs: Any, output: Any) -> None:
