@@ -17,6 +17,7 @@ from .._core.places import Gpu
 from . import calls, cuda, fallback, groups, lists, pairs
 from .arguments import every, flat, kinds_of, known, listed, number, ours, reducible
 from .groups import Submission
+from .operators import Exchanges
 from .tensors import apart, as_bytes, readable
 from .work import Theirs, Work
 
@@ -153,7 +154,18 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             [output],
         )
 
+    def _operated(self, opts: Any, output: Tensor, input: Tensor, make: Callable[[Exchanges, int], bool]) -> Work | None:
+        """The work of a call of CUDA tensors that make makes as an operator of torch, None where something about it is
+        unusual."""
+        made = calls.soonest(self, output, input, getattr(opts, "asyncOp", True), make)
+        return made and (made[0] or Work(cuda.Enqueued(), [output]))
+
     def _alltoall_cuda(self, output, input, output_splits, input_splits, opts):  # type: ignore[no-untyped-def]
+        work = self._operated(
+            opts, output, input, lambda made, at: made.make(output, input, output_splits, input_splits, at)
+        )
+        if work is not None:
+            return work
         gpu = self._gpu_of([input])
         if gpu is None:
             theirs = self._theirs("all_to_all_single", [output, input])
@@ -238,6 +250,12 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         """all_reduce of tensors that are all on a GPU; None where the library does not have it, or these GPUs cannot."""
         if not tensors or not all(cuda.ours(x, x) and known(x, opts) for x in tensors):
             return None
+        if len(tensors) == 1:
+            (x,) = tensors
+            kind = calls._KINDS.get((x.dtype, calls.op_name(opts.reduceOp)))
+            work = kind and self._operated(opts, x, x, lambda made, at: made.reduce(x, kind, at))
+            if work:
+                return work
 
         def prepare() -> list[Submission]:
             kinds = [calls._KINDS[x.dtype, calls.op_name(opts.reduceOp)] for x in tensors]
@@ -275,6 +293,10 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         """all_gather into tensors that are all on a GPU; None where they are not, or these GPUs cannot."""
         if not outputs or not all(map(cuda.ours, outputs, inputs)):
             return None
+        if len(outputs) == len(inputs) == 1:
+            work = self._operated(opts, outputs[0], inputs[0], lambda made, at: made.gather(outputs[0], inputs[0], at))
+            if work is not None:
+                return work
         n = self._group.size
         return self._on_gpu(opts, outputs, inputs, lambda: [calls.gather(n, *each) for each in zip(outputs, inputs)])
 
@@ -307,6 +329,12 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         """reduce_scatter of tensors that are all on a GPU; None where the library does not have it, or these GPUs cannot."""
         if not outputs or None in kinds or not all(map(cuda.ours, outputs, inputs)):
             return None
+        if len(outputs) == len(inputs) == 1:
+            work = self._operated(
+                opts, outputs[0], inputs[0], lambda made, at: made.scatter(outputs[0], inputs[0], kinds[0], at)
+            )
+            if work is not None:
+                return work
         n = self._group.size
         return self._on_gpu(opts, outputs, inputs, lambda: [calls.scatter(n, *each) for each in zip(outputs, inputs, kinds)])
 

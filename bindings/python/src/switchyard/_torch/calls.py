@@ -71,8 +71,8 @@ def op_name(op: Any) -> str:
             raise errors.InvalidArgument(f"switchyard: op is {op!r}, want one of {', '.join((*_OP_NAMES, *_TORCHS))}")
         return name if name in _OP_NAMES else ""
     try:
-        return _OPS[op]
-    except (KeyError, TypeError):  # what torch's options hold is equal to the operator, but has another hash or none
+        return _OPS[getattr(op, "op", op)]  # torch's options hold an operator in an object
+    except (KeyError, TypeError):  # which is equal to the operator, but has another hash or none
         name = next((name for known, name in _OPS.items() if op == known), "")
     if not name and not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         raise errors.InvalidType(f"switchyard: op is {type_of(op)}, want a torch.distributed.ReduceOp or a name")
@@ -123,7 +123,7 @@ def _operators(group: Any, x: Tensor) -> operators.Exchanges | None:
     return made
 
 
-def _soonest(
+def soonest(
     group: Any, output: Tensor, input: Tensor, async_op: bool, make: Callable[[operators.Exchanges, int], bool]
 ) -> tuple[Work | None] | None:
     """The answer of a call that make makes as an operator, which is soonest, or None where something about the call is
@@ -220,7 +220,7 @@ def all_to_all_single(
         hint_gradient("all_to_all_single", input)
     if extra is None:
         sizes = (output_split_sizes, input_split_sizes)
-        made = _soonest(group, output, input, async_op, lambda made, at: made.make(output, input, *sizes, at))
+        made = soonest(group, output, input, async_op, lambda made, at: made.make(output, input, *sizes, at))
         if made:
             return made[0]
     if cuda.ours(output, input):
@@ -296,7 +296,7 @@ def all_reduce(tensor: Tensor, op: Any, group: Any, async_op: bool) -> Any:
     hint_gradient("all_reduce", tensor)
     how = op_name(op)
     usual = _KINDS.get((tensor.dtype, how))
-    made = usual and _soonest(group, tensor, tensor, async_op, lambda made, at: made.reduce(tensor, usual, at))
+    made = usual and soonest(group, tensor, tensor, async_op, lambda made, at: made.reduce(tensor, usual, at))
     if made:
         return made[0]
 
@@ -368,7 +368,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: Any, group: Any, as
     hint_gradient("reduce_scatter_tensor", input)
     how = op_name(op)
     usual = _KINDS.get((input.dtype, how))
-    made = usual and _soonest(group, output, input, async_op, lambda made, at: made.scatter(output, input, usual, at))
+    made = usual and soonest(group, output, input, async_op, lambda made, at: made.scatter(output, input, usual, at))
     if made:
         return made[0]
     refuse_gloos(group, "reduce_scatter_tensor", input, how)
@@ -416,7 +416,7 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any, async_op: 
     if _outside(group, "all_gather_into_tensor"):
         return None
     hint_gradient("all_gather_into_tensor", input)
-    made = _soonest(group, output, input, async_op, lambda made, at: made.gather(output, input, at))
+    made = soonest(group, output, input, async_op, lambda made, at: made.gather(output, input, at))
     if made:
         return made[0]
 
