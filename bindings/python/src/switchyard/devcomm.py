@@ -22,7 +22,7 @@ class DeviceCommunicator(Bound):
     raised by the next one, and by ``switchyard.check``.
 
     ``argument`` is the address, on the GPU, of the ``switchyard::communicator`` that kernels take: for launches by other
-    means, such as Triton's.
+    means, such as those of kernels in Triton with ``switchyard.triton``.
     """
 
     def __init__(self, group: Group = None, *, device: Device = "cuda", signals: int = 256) -> None:
