@@ -31,7 +31,8 @@ PROGRAMS = ["test/perf", "test/soak"]
 PYTHON = ["bindings/python", "bindings/python/deep_ep"]
 #: What tests read, apart from testdata of their packages. The sources of kernels stay here: their emulation needs no GPU.
 READ = [f"{project}/{part}" for project in PYTHON for part in ("pyproject.toml", "tests")]
-READ += ["examples/kernels/all_gather.cu", "examples/moe/train.py", "LICENSE"]  # no Go: unpacked, it would be a package here
+# No Go: unpacked, it would be a package here.
+READ += ["examples/kernels/all_gather.cu", "examples/kernels/all_gather_triton.py", "examples/moe/train.py", "LICENSE"]
 #: The programs hold the same kernels, which a dictionary as large as all of them finds again.
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 2, "dict_size": 256 << 20}]
 
