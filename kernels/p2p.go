@@ -125,9 +125,18 @@ type Message struct {
 	Peer    int // of a receive also AnyRank
 	Tag     uint64
 	Buffer  Buffer
-	// From, when set, gets the rank whose message a receive has taken. It is the launch's until that has run.
+	// From, when set, gets the rank whose message a receive has taken. It is the launch's until that has run. On GPUs launches on a stream have
+	// none for receives of any rank.
 	From *int
+	// Source, when it has bytes, gets the same as an int64, in the order of the stream.
+	Source Buffer
 }
+
+// FromAny reports whether m is a receive that takes a message of any rank.
+func (m *Message) FromAny() bool { return m.Receive && m.Peer == AnyRank }
+
+// SourceBytes is the size of Message.Source.
+const SourceBytes = 8
 
 // MessageOperations are the names of launches of messages.
 func MessageOperations() []string { return []string{"send", "recv", "batch"} }
@@ -169,7 +178,10 @@ func (*MessageMismatchError) recoverable() {}
 
 // WaitError is a wait for a signal or a message that has failed, where it is told later. The signal is not lost, so a later wait can consume
 // it, and neither is the message, unless it stopped on the way.
-type WaitError struct{ Err *comm.PeerError }
+type WaitError struct {
+	// Err is a *comm.PeerError, except of a receive from any rank.
+	Err error
+}
 
 // Error is that of Err.
 func (e *WaitError) Error() string { return e.Err.Error() }

@@ -107,14 +107,18 @@ func TestAnyRankTakesItsTurn(t *testing.T) {
 		if r.Rank() == 0 {
 			var got [3][1]byte
 			var from [3]int
+			sources := []int64{-1, -1, -1}
 			list := []p2p.Message{
-				{Receive: true, Peer: 1, View: memory.Host(got[0][:]), From: &from[0]},
-				{Receive: true, Peer: p2p.AnyRank, View: memory.Host(got[1][:]), From: &from[1]},
+				{Receive: true, Peer: 1, View: memory.Host(got[0][:]), From: &from[0], Source: memory.Wrap(sources[:1])},
+				{Receive: true, Peer: p2p.AnyRank, View: memory.Host(got[1][:]), From: &from[1], Source: memory.Wrap(sources[1:2])},
 				{Receive: true, Peer: 1, View: memory.Host(got[2][:]), From: &from[2]},
 			}
 			r.Must(x.Batch(nil, list...))
 			require.Equal(r.T, [3][1]byte{{1}, {2}, {3}}, got)
 			require.Equal(r.T, [3]int{1, 1, 1}, from)
+			require.Equal(r.T, []int64{1, 1, -1}, sources)
+			list[0].Source = memory.Wrap(sources)
+			require.ErrorIs(r.T, x.Batch(nil, list...), comm.ErrInvalid)
 			r.Must(x.Send(nil, 2, 0, memory.Host([]byte{0})))
 			r.Must(x.Recv(nil, p2p.AnyRank, 0, memory.Host(got[0][:])))
 			require.Equal(r.T, byte(4), got[0][0])

@@ -42,6 +42,12 @@ func gpus(t *testing.T, n int, room int64, o p2p.Options, f func(g *gpu)) {
 	})
 }
 
+func (g *gpu) stream() device.Stream {
+	s, err := g.Device.NewStream()
+	g.Must(err)
+	return s
+}
+
 func (g *gpu) write(v memory.View, b []byte) {
 	if len(b) > 0 {
 		g.Must(memory.Copy(g.s, v, memory.Host(b)))

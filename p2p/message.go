@@ -16,8 +16,12 @@ type Message struct {
 	Receive bool
 	Peer    int
 	Tag     uint64
-	// From, when set, gets the rank from which a message was received. It is the call's until that has run.
+	// From, when set, gets the rank from which a message was received. It is the call's until that has run. On GPUs a call on a stream has none
+	// for a receive from AnyRank, of which the host does not hear: it has Source.
 	From *int
+	// Source, when it is not empty, is 8 bytes of memory of the heap's device that get the same as an int64, in the order of the stream, also in
+	// a graph.
+	Source memory.View
 	// View is any memory of the heap's device, of the same length on both ranks.
 	View memory.View
 }
@@ -45,8 +49,8 @@ func (x *Endpoint) Send(s device.Stream, peer int, tag uint64, src memory.View) 
 	return x.message(s, Message{Peer: peer, Tag: tag, View: src})
 }
 
-// Recv receives a message into dst, from rank peer or from AnyRank. See Send. A receive from any rank takes its turn among those of each rank.
-// If nobody sends, its comm.ErrTimeout names no rank.
+// Recv receives a message into dst, from rank peer or from AnyRank. See Send. A receive from any rank takes its turn among those of each rank,
+// and ranks take turns with it. If nobody sends, its comm.ErrTimeout names no rank. A Batch with Message.From says which rank it was.
 func (x *Endpoint) Recv(s device.Stream, peer int, tag uint64, dst memory.View) error {
 	return x.message(s, Message{Receive: true, Peer: peer, Tag: tag, View: dst})
 }
@@ -87,11 +91,7 @@ func (x *Endpoint) add(o *messages, m Message) error {
 	if m.Receive {
 		kind = "recv"
 	}
-	any := m.Receive && m.Peer == AnyRank && x.bounds.Size > 1
-	if any && x.last != nil {
-		return fmt.Errorf("p2p: recv: %w: from any rank on %v", comm.ErrUnsupported, x.c.Heap.Device())
-	}
-	if !any {
+	if !m.Receive || m.Peer != AnyRank || x.bounds.Size == 1 {
 		if err := x.other(kind, m.Peer); err != nil {
 			return err
 		}
@@ -99,7 +99,27 @@ func (x *Endpoint) add(o *messages, m Message) error {
 	if err := x.c.Serves(kind, m.View); err != nil {
 		return err
 	}
-	o.Args.List = append(o.Args.List, kernels.Message{Receive: m.Receive, Peer: m.Peer, Tag: m.Tag, Buffer: x.c.Heap.SymmetricOperand(m.View), From: m.From})
+	made := kernels.Message{Receive: m.Receive, Peer: m.Peer, Tag: m.Tag, Buffer: x.c.Heap.SymmetricOperand(m.View), From: m.From}
+	if m.Source.Len() > 0 {
+		if err := x.c.Serves(kind, m.Source); err != nil {
+			return err
+		}
+		made.Source = x.c.Heap.Operand(m.Source)
+		if b := &made.Source; !m.Receive || b.Bytes != kernels.SourceBytes || b.Ptr%kernels.SourceBytes != 0 {
+			return invalid("%s: Source is %d bytes at %#x, want %d of a receive at a multiple of that", kind, b.Bytes, b.Ptr, kernels.SourceBytes)
+		}
+	}
+	o.Args.List = append(o.Args.List, made)
+	return nil
+}
+
+// tellsLater refuses messages on a stream of which somebody wants to hear without memory that the device can write.
+func (x *Endpoint) tellsLater(list []kernels.Message) error {
+	for i := range list {
+		if m := &list[i]; m.FromAny() && m.From != nil {
+			return fmt.Errorf("p2p: recv: %w: Message.From of a receive from any rank on a stream of %v: want Source", comm.ErrUnsupported, x.c.Heap.Device())
+		}
+	}
 	return nil
 }
 
@@ -107,6 +127,9 @@ func (x *Endpoint) add(o *messages, m Message) error {
 func (x *Endpoint) launchMessages(s device.Stream, o *messages, err error) error {
 	if err == nil {
 		err = x.c.Takes(s)
+	}
+	if err == nil && x.last != nil && s != nil {
+		err = x.tellsLater(o.Args.List)
 	}
 	if err != nil {
 		x.messages.Give(o)
@@ -137,25 +160,33 @@ type turn struct {
 	e device.Event
 }
 
-// turn is that of a message. turns is held.
-func (x *Endpoint) turn(m *kernels.Message) *turn {
-	if m.Receive {
-		return &x.last[x.bounds.Size+m.Peer]
+// ways are the turns of a message: that of its rank and direction, and of a receive from any rank those of all. turns is held.
+func (x *Endpoint) ways(m *kernels.Message) []turn {
+	at := m.Peer
+	switch {
+	case m.FromAny():
+		return x.last[x.bounds.Size:]
+	case m.Receive:
+		at += x.bounds.Size
 	}
-	return &x.last[m.Peer]
+	return x.last[at : at+1]
 }
 
 // order makes s wait for the last launches with messages of the same ranks and directions, on a device where those follow each other. It waits
 // for nothing that their streams got later, which may wait for what s does. turns is held.
 func (x *Endpoint) order(s device.Stream, list []kernels.Message) error {
 	captured, err := device.Capturing(s)
+	var before device.Event
 	for i := 0; i < len(list) && err == nil && !captured; i++ {
-		switch last := x.turn(&list[i]); {
-		case last.s == nil || last.s == s:
-		case s == nil:
-			err = last.e.Wait()
-		default:
-			err = s.Wait(last.e)
+		for _, last := range x.ways(&list[i]) {
+			switch {
+			case err != nil || last.s == nil || last.s == s || last.e == before:
+			case s == nil:
+				err = last.e.Wait()
+			default:
+				err = s.Wait(last.e)
+			}
+			before = last.e
 		}
 	}
 	return err
@@ -176,7 +207,9 @@ func (x *Endpoint) launchBehind(s device.Stream, o *messages) error {
 		return err
 	}
 	for i := range x.list {
-		*x.turn(&x.list[i]) = turn{s, e}
+		for w := range x.ways(&x.list[i]) {
+			x.ways(&x.list[i])[w] = turn{s, e}
+		}
 	}
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/switchyard-moe/switchyard/comm"
@@ -12,7 +13,7 @@ import (
 )
 
 // addMessages appends messages. Those of one rank and direction are a group, which has blocks of its own, so that no group waits for another:
-// one block, or several where a message is large.
+// one block, or several where a message is large. Where a receive takes messages of any rank, all receives are one group.
 func (x *points) addMessages(p *port, m *kernels.Messages) error {
 	if len(m.List) > mostMessages {
 		return comm.Invalid("kernels", "%s of %d messages, want at most %d on GPUs", m.Operation(), len(m.List), mostMessages)
@@ -24,35 +25,31 @@ func (x *points) addMessages(p *port, m *kernels.Messages) error {
 	}
 	x.timeout, x.p = m.Timeout, p
 	var large [mostMessages]bool // of groups
-	for receive := range uint32(2) {
-		for peer := range x.Size {
-			first := a.count
-			for i := range m.List {
-				o := &m.List[i]
-				switch {
-				case o.Receive != (receive == 1) || o.Peer != peer:
-					continue
-				case o.Buffer.Bytes > x.EagerBytes:
-					large[a.groupCount] = true
-				}
-				e := &a.entries[a.count]
-				*e = messageEntry{tag: o.Tag, address: addressOf(&o.Buffer), place: nowhere, bytes: o.Buffer.Bytes}
-				if receive == 0 && o.Buffer.Reach {
-					e.place = uint64(o.Buffer.Place)
-				}
-				if o.From != nil {
-					*o.From = p.e.space.Name(peer)
-				}
-				a.count++
+	group := func(receive, peer uint32, has func(o *kernels.Message) bool) {
+		first := a.count
+		for i := range m.List {
+			o := &m.List[i]
+			if o.Receive != (receive == 1) || !has(o) {
+				continue
 			}
-			if a.count > first {
-				a.groups[a.groupCount] = messageGroup{peer: uint32(peer), receive: receive, first: first}
-				a.groupCount++
-			}
+			large[a.groupCount] = large[a.groupCount] || o.Buffer.Bytes > x.EagerBytes
+			a.entries[a.count] = x.entry(p, o, i)
+			a.count++
+		}
+		if a.count > first {
+			a.groups[a.groupCount] = messageGroup{peer: peer, receive: receive, first: first}
+			a.groupCount++
 		}
 	}
-	if int(a.count) != len(m.List) { // a receive from any rank
-		return errForeign
+	fromAny := slices.ContainsFunc(m.List, func(o kernels.Message) bool { return o.FromAny() })
+	for receive := range uint32(2) {
+		if fromAny && receive == 1 {
+			group(receive, anyRank, func(*kernels.Message) bool { return true })
+			break
+		}
+		for peer := range x.Size {
+			group(receive, uint32(peer), func(o *kernels.Message) bool { return o.Peer == peer })
+		}
 	}
 	if int(a.groupCount) > x.resident {
 		return fmt.Errorf("kernels: %s: messages in %d ways, and %d blocks run at the same time", m.Operation(), a.groupCount, x.resident)
@@ -76,6 +73,57 @@ func (x *points) addMessages(p *port, m *kernels.Messages) error {
 	return nil
 }
 
+// entry is message i of a launch.
+func (x *points) entry(p *port, o *kernels.Message, i int) messageEntry {
+	e := messageEntry{tag: o.Tag, address: addressOf(&o.Buffer), place: nowhere, bytes: o.Buffer.Bytes, peer: uint32(o.Peer)}
+	switch {
+	case o.FromAny():
+		e.peer = anyRank
+	case o.From != nil:
+		*o.From = p.e.space.Name(o.Peer)
+	}
+	switch {
+	case !o.Receive && o.Buffer.Reach:
+		e.place = uint64(o.Buffer.Place)
+	case !o.Receive:
+	case o.Source.Bytes > 0:
+		e.place = uint64(o.Source.Ptr)
+	case toTell(*o):
+		e.place = uint64(p.fault.Addr()) + senders + uint64(i)*kernels.SourceBytes
+	default:
+		e.place = 0
+	}
+	return e
+}
+
+// senders is where a launch without a stream leaves the rank that each of its messages came from, behind the record of faults.
+const senders = 2048
+
+// tells reports whether a launch without a stream has such words. They are its own until they are handed on.
+func (x *points) tells(op kernels.Operation) bool {
+	m, ok := op.(*kernels.Messages)
+	return ok && slices.ContainsFunc(m.List, toTell)
+}
+
+// toTell is for a message whose caller wants to know the rank, which is not known before it comes.
+func toTell(o kernels.Message) bool { return o.FromAny() && o.From != nil }
+
+// tell hands on the ranks that a launch has left.
+func (x *points) tell(p *port, m *kernels.Messages) (err error) {
+	for i := range m.List {
+		o := &m.List[i]
+		if !toTell(*o) {
+			continue
+		}
+		word := p.fault.Bytes()[senders+i*kernels.SourceBytes:][:kernels.SourceBytes]
+		if o.Source.Bytes > 0 {
+			err = errors.Join(err, p.e.ctx.Read(p.own, word, o.Source.Ptr))
+		}
+		*o.From = p.e.space.Name(int(binary.LittleEndian.Uint64(word)))
+	}
+	return err
+}
+
 // messageFault says what has become of a message. It is not lost, unless it has stopped on its way, and the communicator stays usable.
 func (x *points) messageFault(f *faultWords, me int) error {
 	peer := int(f.peer)
@@ -86,6 +134,9 @@ func (x *points) messageFault(f *faultWords, me int) error {
 	if f.kind == faultMismatch {
 		return &kernels.MessageMismatchError{Src: src, Dst: dst, Number: f.epoch, Tag: f.limit, Sent: f.sent, Expected: f.expected}
 	}
+	if f.peer == anyRank {
+		return &kernels.WaitError{Err: fmt.Errorf("kernels: %s: %w after %v (tag %d, %d bytes from any rank): %s", op, comm.ErrTimeout, x.timeout, f.limit, f.sent, x.unreceivedOfAny(me))}
+	}
 	if f.expected != 0 {
 		return late(peer, op, fmt.Errorf("%w after %v (%d bytes %s rank %d): it has begun this message, and not come further", comm.ErrTimeout, x.timeout, f.sent, way, peer))
 	}
@@ -94,6 +145,23 @@ func (x *points) messageFault(f *faultWords, me int) error {
 
 func late(peer int, op string, err error) error {
 	return &kernels.WaitError{Err: &comm.PeerError{Rank: peer, Op: op, Err: err}}
+}
+
+// unreceivedOfAny says which messages of any rank wait at dst.
+func (x *points) unreceivedOfAny(dst int) string {
+	var all []string
+	for src := range x.Size {
+		if src == dst {
+			continue
+		}
+		if list, err := x.left(src, dst); err != nil || len(list) > 0 {
+			all = append(all, x.unreceived(src, dst))
+		}
+	}
+	if len(all) == 0 {
+		return fmt.Sprintf("no rank has sent a message that rank %d has not received", dst)
+	}
+	return strings.Join(all[:min(len(all), mostNamed)], "; ")
 }
 
 // unreceived says which messages from src wait at dst.

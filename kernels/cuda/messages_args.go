@@ -6,11 +6,12 @@ import "structs"
 
 // Messages between two ranks.
 const (
-	messageThreads = 256     // of a block
-	mostMessages   = 64      // of one launch
-	messageRate    = 350     // bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered
-	messageFault   = 1 << 31 // in part of a fault: it is a message's
-	stagingSlots   = 2       // of each block and rank, for chunks of messages that the receiver cannot read at their sender
+	messageThreads = 256       // of a block
+	mostMessages   = 64        // of one launch
+	messageRate    = 350       // bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered
+	messageFault   = 1 << 31   // in part of a fault: it is a message's
+	anyRank        = 1<<32 - 1 // the peer of a receive from any rank, and of its fault
+	stagingSlots   = 2         // of each block and rank, for chunks of messages that the receiver cannot read at their sender
 )
 
 // Answers to a message, and its states. The number of the message is above these two bits.
@@ -30,6 +31,7 @@ type messageBlock struct {
 	_ structs.HostLayout
 
 	control    place // of the pointBlock
+	anyone     place // struct sw_control of receives from any rank
 	headers    place // [size][boxes] lines of two packets: {tag, low half of the size}, {place, high half}, by the sender
 	states     place // [size][boxes] words: the last message of the box that its sender began to withdraw, by the sender
 	filled     place // [size][blocks] lines: {claim and chunks in staging}, by the sender
@@ -50,6 +52,7 @@ type messageBlock struct {
 func layMessageBlock(offset, control, size, boxes, payloadBytes, blocks, stagingBytes int64) (b messageBlock) {
 	at := offset
 	b.control = control
+	b.anyone, at = at, at+controlAlign
 	b.headers, at = at, at+size*boxes*lineBytes
 	b.filled, at = at, at+size*blocks*lineBytes
 	b.drained, at = at, at+size*blocks*lineBytes
@@ -76,11 +79,12 @@ type messageCounters struct {
 	heard  uint64    // the last of them of whose size the rank has complained, and this rank has told
 	low    uint64    // this rank is through with all messages of the rank below this number
 	claims uint64    // that it has made
-	items  [2]uint64 // of what blocks do together, for sends and for receives
-	rest   [2]uint64
+	items  [2]uint64 // of what blocks do together, for sends and for receives; this rank's own of receives from any rank
+	turn   uint64    // this rank's own: where a receive from any rank looks first
+	rest   uint64
 }
 
-// messageItem is something that the blocks of a group of messages do together: 64 bytes.
+// messageItem is something that the blocks of a group of messages do together: 64 bytes. A group of receives from any rank has this rank's own.
 type messageItem struct {
 	_ structs.HostLayout
 
@@ -91,7 +95,7 @@ type messageItem struct {
 	bytes   uint64
 	claim   uint64
 	stripes uint64 // the blocks that take part
-	rest    uint64
+	peer    uint64 // whose message it is
 }
 
 // messageEntry is one message of a launch.
@@ -100,11 +104,14 @@ type messageEntry struct {
 
 	tag     uint64
 	address uint64
-	place   uint64 // where the receiver reads it at its sender, or nowhere
+	place   uint64 // of a send: where the receiver reads it at its sender, or nowhere; of a receive: the address of the word that gets its sender, or 0
 	bytes   int64
+	peer    uint32 // anyRank: a receive from any rank
+	_       uint32
 }
 
-// messageGroup is the messages of a launch with one rank in one direction, and the first of its blocks.
+// messageGroup is the messages of a launch with one rank in one direction, and the first of its blocks. With a receive from any rank among
+// them, all receives of the launch are one group, whose peer is anyRank.
 type messageGroup struct {
 	_ structs.HostLayout
 

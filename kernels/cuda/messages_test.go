@@ -5,7 +5,31 @@ import "testing"
 func TestTheEmulationFindsBugsOfMessages(t *testing.T) {
 	findsBugs(t, "messages", map[string][]string{
 		"a receive takes a message of another tag": {
-			"numbers[entry] == 0 && m.entry(entry).tag == l.tag", "numbers[entry] == 0",
+			"numbers[entry] == 0 && e.tag == tag && ", "numbers[entry] == 0 && ",
+		},
+		"a receive from one rank takes a message of another": {
+			"(e.peer == m.peer || e.peer == SW_ANY_RANK)", "true",
+		},
+		"a receive from any rank comes before earlier ones": {
+			"for (entry = 0; entry < m.count; entry++)", "for (entry = m.count; entry-- > 0;)",
+		},
+		"blocks look for the message of a rank in the staging of another": {
+			"\t\tif (m.turns)\n\t\t\tm.turn_to(now.peer);", "",
+		},
+		"a leader's threads look for the message of a rank in the boxes of another": {
+			"\t\tif (m.turns)\n\t\t\tm.turn_to(t.peer);", "",
+		},
+		"the rank that sent is that of the last look": {
+			"store_relaxed_sys(e.place, m.peer);", "store_relaxed_sys(e.place, turn);",
+		},
+		"receives from any rank prefer the first": {
+			"store_relaxed_sys(turns(), turn);", "turn = 0;",
+		},
+		"a receive from any rank gives up while ranks move bytes": {
+			"quiet = now == moved ? quiet + 1 : 0;", "quiet++;",
+		},
+		"a receive from any rank never gives up": {
+			"if (quiet == moved_looks)", "if (false)",
 		},
 		"a sender withdraws a message that is claimed": {
 			"if (load16_acquire_sys(answer(n)).a >> SW_ANSWER_BITS == n) {", "if (n == 0) {",

@@ -3,6 +3,7 @@ package cuda
 import (
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
@@ -31,6 +32,7 @@ type points struct {
 	args                         pointArgs
 	list                         messagesArgs // of the last messages
 	p                            *port        // of messages, nil before the first
+	senders                      sync.Mutex   // held by a launch without a stream until it has told whose messages it has received
 }
 
 func newPoints(b *kernels.PointBounds, offset int64) *points {
@@ -86,7 +88,7 @@ func (x *points) controls(offset int64) (all []int64) {
 	for p := range x.Size {
 		all = append(all, b.control+int64(p)*controlAlign)
 	}
-	return all
+	return append(all, int64(x.messageBlock().anyone))
 }
 
 // fault says what a wait has seen of its peer. The signal that it waited for is not lost, so the communicator stays usable.
@@ -94,6 +96,9 @@ func (x *points) fault(f *faultWords, me int) error {
 	switch {
 	case f.part == messageFault && f.kind != faultAborted:
 		return x.messageFault(f, me)
+	case f.part == messageFault && f.peer == anyRank: // of those that it waits for, one is named
+		f.peer = uint32((me + 1) % x.Size)
+		return nil
 	case f.kind != faultTimeout:
 		return nil
 	}
@@ -105,11 +110,15 @@ func (x *points) fault(f *faultWords, me int) error {
 func (x *points) hit(err error, controls []int) error {
 	var named *comm.PeerError
 	var sizes *kernels.MessageMismatchError
+	ofPeer, ofSizes := errors.As(err, &named), errors.As(err, &sizes)
 	for _, peer := range controls {
-		if errors.As(err, &named) && peer == named.Rank || errors.As(err, &sizes) && (peer == sizes.Src || peer == sizes.Dst) {
-			continue
+		switch {
+		case ofPeer && peer == named.Rank, ofSizes && (peer == sizes.Src || peer == sizes.Dst), !ofPeer && !ofSizes && peer == x.Size:
+		case peer == x.Size:
+			err = errors.Join(err, &kernels.WaitError{Err: fmt.Errorf("kernels: recv from any rank: %w", comm.ErrTimeout)})
+		default:
+			err = errors.Join(err, &kernels.WaitError{Err: &comm.PeerError{Rank: peer, Op: x.Family(), Err: errAlso}})
 		}
-		err = errors.Join(err, &kernels.WaitError{Err: &comm.PeerError{Rank: peer, Op: x.Family(), Err: errAlso}})
 	}
 	return err
 }

@@ -83,13 +83,7 @@ func (p *port) Ready() kernels.Traits {
 // to is told by Fault. With a nil stream Launch waits for them.
 func (p *port) Launch(s device.Stream, op kernels.Operation) error {
 	if s == nil {
-		if err := p.submit(uintptr(p.own), op); err != nil {
-			return err
-		}
-		if err := p.e.ctx.SynchronizeStream(p.own); err != nil {
-			return fmt.Errorf("kernels: %s: %w", op.Operation(), err)
-		}
-		return p.Fault()
+		return p.await(op)
 	}
 	cs, ok := s.(*device.CUDAStream)
 	if !ok {
@@ -100,6 +94,26 @@ func (p *port) Launch(s device.Stream, op kernels.Operation) error {
 	}
 	op.Finish(nil)
 	return nil
+}
+
+// await has op run on the port's own stream.
+func (p *port) await(op kernels.Operation) (err error) {
+	if x, ok := p.fam.(*points); ok && x.tells(op) {
+		x.senders.Lock()
+		defer x.senders.Unlock()
+		defer func() {
+			if err == nil {
+				err = x.tell(p, op.(*kernels.Messages))
+			}
+		}()
+	}
+	if err := p.submit(uintptr(p.own), op); err != nil {
+		return err
+	}
+	if err := p.e.ctx.SynchronizeStream(p.own); err != nil {
+		return fmt.Errorf("kernels: %s: %w", op.Operation(), err)
+	}
+	return p.Fault()
 }
 
 // submit enqueues op on a CUstream.

@@ -1,6 +1,7 @@
 package host
 
 import (
+	"encoding/binary"
 	"slices"
 	"sync/atomic"
 
@@ -266,6 +267,9 @@ func (pr *pair) take(x *messaging, h *end, from uint64) bool {
 func (x *messaging) took(h *end) bool {
 	if h.m.From != nil {
 		*h.m.From = h.rank()
+	}
+	if h.m.Source.Bytes > 0 {
+		binary.NativeEndian.PutUint64(h.m.Source.Mem, uint64(h.rank()))
 	}
 	return h.finish(nil)
 }

@@ -326,6 +326,7 @@ func Of() map[string]int {
 		var s C.struct_sw_message_block
 		m["message_block"] = int(unsafe.Sizeof(s))
 		m["message_block.control"] = int(unsafe.Offsetof(s.control))
+		m["message_block.anyone"] = int(unsafe.Offsetof(s.anyone))
 		m["message_block.headers"] = int(unsafe.Offsetof(s.headers))
 		m["message_block.states"] = int(unsafe.Offsetof(s.states))
 		m["message_block.filled"] = int(unsafe.Offsetof(s.filled))
@@ -349,6 +350,7 @@ func Of() map[string]int {
 		m["message_counters.low"] = int(unsafe.Offsetof(s.low))
 		m["message_counters.claims"] = int(unsafe.Offsetof(s.claims))
 		m["message_counters.items"] = int(unsafe.Offsetof(s.items))
+		m["message_counters.turn"] = int(unsafe.Offsetof(s.turn))
 		m["message_counters.rest"] = int(unsafe.Offsetof(s.rest))
 	}
 	{
@@ -361,7 +363,7 @@ func Of() map[string]int {
 		m["message_item.bytes"] = int(unsafe.Offsetof(s.bytes))
 		m["message_item.claim"] = int(unsafe.Offsetof(s.claim))
 		m["message_item.stripes"] = int(unsafe.Offsetof(s.stripes))
-		m["message_item.rest"] = int(unsafe.Offsetof(s.rest))
+		m["message_item.peer"] = int(unsafe.Offsetof(s.peer))
 	}
 	{
 		var s C.struct_sw_message_entry
@@ -370,6 +372,7 @@ func Of() map[string]int {
 		m["message_entry.address"] = int(unsafe.Offsetof(s.address))
 		m["message_entry.place"] = int(unsafe.Offsetof(s.place))
 		m["message_entry.bytes"] = int(unsafe.Offsetof(s.bytes))
+		m["message_entry.peer"] = int(unsafe.Offsetof(s.peer))
 	}
 	{
 		var s C.struct_sw_message_group

@@ -15,6 +15,7 @@ enum {
 	SW_STAGING_SLOTS = 2, /* of each block and rank, for chunks of messages that the receiver cannot read at their sender */
 };
 #define SW_MESSAGE_FAULT 0x80000000ull /* in part of a fault: it is a message's */
+#define SW_ANY_RANK 0xffffffffull /* the peer of a receive from any rank, and of its fault */
 
 /* Answers to a message, and its states. The number of the message is above these two bits. */
 enum {
@@ -31,6 +32,7 @@ enum {
  * messages to another. */
 struct sw_message_block {
 	uint64_t control; /* of the pointBlock */
+	uint64_t anyone; /* struct sw_control of receives from any rank */
 	uint64_t headers; /* [size][boxes] lines of two packets: {tag, low half of the size}, {place, high half}, by the sender */
 	uint64_t states; /* [size][boxes] words: the last message of the box that its sender began to withdraw, by the sender */
 	uint64_t filled; /* [size][blocks] lines: {claim and chunks in staging}, by the sender */
@@ -53,11 +55,12 @@ struct sw_message_counters {
 	uint64_t heard; /* the last of them of whose size the rank has complained, and this rank has told */
 	uint64_t low; /* this rank is through with all messages of the rank below this number */
 	uint64_t claims; /* that it has made */
-	uint64_t items[2]; /* of what blocks do together, for sends and for receives */
-	uint64_t rest[2];
+	uint64_t items[2]; /* of what blocks do together, for sends and for receives; this rank's own of receives from any rank */
+	uint64_t turn; /* this rank's own: where a receive from any rank looks first */
+	uint64_t rest;
 };
 
-/* Something that the blocks of a group of messages do together: 64 bytes. */
+/* Something that the blocks of a group of messages do together: 64 bytes. A group of receives from any rank has this rank's own. */
 struct sw_message_item {
 	uint64_t number; /* of the item, written last */
 	uint64_t what;
@@ -66,18 +69,20 @@ struct sw_message_item {
 	uint64_t bytes;
 	uint64_t claim;
 	uint64_t stripes; /* the blocks that take part */
-	uint64_t rest;
+	uint64_t peer; /* whose message it is */
 };
 
 /* One message of a launch. */
 struct sw_message_entry {
 	uint64_t tag;
 	uint64_t address;
-	uint64_t place; /* where the receiver reads it at its sender, or nowhere */
+	uint64_t place; /* of a send: where the receiver reads it at its sender, or nowhere; of a receive: the address of the word that gets its sender, or 0 */
 	int64_t bytes;
+	uint32_t peer; /* anyRank: a receive from any rank */
 };
 
-/* The messages of a launch with one rank in one direction, and the first of its blocks. */
+/* The messages of a launch with one rank in one direction, and the first of its blocks. With a receive from any rank among
+ * them, all receives of the launch are one group, whose peer is anyRank. */
 struct sw_message_group {
 	uint32_t peer;
 	uint32_t receive;
@@ -107,6 +112,8 @@ static inline struct sw_message_block sw_lay_message_block(int64_t offset, int64
 	struct sw_message_block b;
 	int64_t at = offset;
 	b.control = control;
+	b.anyone = at;
+	at = at + SW_CONTROL_ALIGN;
 	b.headers = at;
 	at = at + size * boxes * SW_LINE_BYTES;
 	b.filled = at;

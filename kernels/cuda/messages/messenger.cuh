@@ -1,5 +1,6 @@
 // A messenger is the blocks of a launch that carry this rank's messages with one other rank in one direction. The first
-// of them, the leader, decides; the others follow it through what is large.
+// of them, the leader, decides; the others follow it through what is large. Where a receive takes messages of any rank,
+// one messenger has all receives of the launch, and turns to the rank whose message is next.
 //
 // A message has a number, which its sender counts for the rank that gets it, and a box: the number modulo the boxes.
 // The sender writes the box's header and payload, and its state where the message is withdrawn. The receiver writes the
@@ -18,9 +19,11 @@ struct messenger {
 	const sw_messages_args &a;
 	sw_world world; // whose faults are those with the peer
 	u64 here, there;
-	u32 peer, first, count; // entries
-	u32 block, blocks;      // this one, and how many there are
-	bool receives;
+	u32 peer;
+	u32 own;           // whose items are the messenger's: the peer's, or this rank's of one that turns
+	u32 first, count;  // entries
+	u32 block, blocks; // this one, and how many there are
+	bool receives, turns;
 
 	__device__ __forceinline__ messenger(const sw_messages_args &args) : a(args), world(args.world)
 	{
@@ -28,12 +31,23 @@ struct messenger {
 		while (g + 1 < a.group_count && a.groups[g + 1].block <= blockIdx.x)
 			g++;
 		bool last = g + 1 == a.group_count;
-		peer = a.groups[g].peer, receives = a.groups[g].receive != 0;
+		receives = a.groups[g].receive != 0, turns = a.groups[g].peer == SW_ANY_RANK;
+		own = turns ? world.rank : a.groups[g].peer;
 		first = a.groups[g].first, count = (last ? a.count : a.groups[g + 1].first) - first;
 		block = blockIdx.x - a.groups[g].block;
 		blocks = (last ? gridDim.x : a.groups[g + 1].block) - a.groups[g].block;
-		world.control = a.block.control + peer * SW_CONTROL_ALIGN;
-		here = own_segment(world), there = segment(world, peer);
+		here = own_segment(world);
+		turn_to(own);
+	}
+
+	__device__ __forceinline__ void turn_to(u32 rank)
+	{
+		peer = rank, there = segment(world, rank), world.control = control_of(rank);
+	}
+	// Of the faults with a rank, or of receives from any.
+	__device__ __forceinline__ u64 control_of(u32 rank) const
+	{
+		return rank == SW_ANY_RANK ? a.block.anyone : a.block.control + rank * SW_CONTROL_ALIGN;
 	}
 
 	__device__ __forceinline__ const sw_message_entry &entry(u32 i) const { return a.entries[first + i]; }
@@ -63,22 +77,22 @@ struct messenger {
 		return share < a.staging_bytes ? share : a.staging_bytes;
 	}
 
-	__device__ __forceinline__ u64 counter(u64 which) const
+	__device__ __forceinline__ u64 counter(u64 which, u32 rank) const
 	{
-		return here + a.block.counters + peer * sizeof(sw_message_counters) + which;
+		return here + a.block.counters + rank * sizeof(sw_message_counters) + which;
 	}
+	__device__ __forceinline__ u64 counter(u64 which) const { return counter(which, peer); }
 	__device__ __forceinline__ u64 items() const
 	{
-		return counter(offsetof(sw_message_counters, items) + (receives ? 8 : 0));
+		return counter(offsetof(sw_message_counters, items) + (receives ? 8 : 0), own);
 	}
 	__device__ __forceinline__ u64 item() const
 	{
-		return here + a.block.items + ((receives ? world.size : 0) + peer) * sizeof(sw_message_item);
+		return here + a.block.items + ((receives ? world.size : 0) + own) * sizeof(sw_message_item);
 	}
 	__device__ __forceinline__ u64 done(u32 b) const
 	{
-		return here + a.block.done +
-		       (((receives ? world.size : 0) + peer) * static_cast<u64>(a.blocks) + b) * 8;
+		return here + a.block.done + (((receives ? world.size : 0) + own) * static_cast<u64>(a.blocks) + b) * 8;
 	}
 	// The word at which the peer looks before it blames this rank.
 	__device__ __forceinline__ u64 moved() const
@@ -100,13 +114,14 @@ struct task {
 	deed what;
 	u32 entry;
 	u64 number, claim, from;
-	u32 stripes;
+	u32 stripes, peer;
 };
 
 // A leader's first thread shares the task with the others, and keeps the numbers.
 struct leader_board {
 	task now;
 	u64 numbers[SW_MOST_MESSAGES]; // by entry; 0 when nothing is to be done for it, or nothing yet
+	u64 low[SW_MAX_RANKS];         // by rank: a receiver is through with all of its messages before it
 };
 
 // ---- small messages, whose packets have the message's number for their flag --------------------------------------
@@ -161,7 +176,7 @@ struct haul {
 	u64 address, from;
 	i64 bytes;
 	u64 claim;
-	u32 stripes;
+	u32 stripes, peer;
 };
 
 // Waits with the whole block for a line to have a number.
@@ -238,6 +253,7 @@ __device__ __forceinline__ u64 give(const messenger &m, const haul &h)
 	store_relaxed_sys(at + offsetof(sw_message_item, bytes), static_cast<u64>(h.bytes));
 	store_relaxed_sys(at + offsetof(sw_message_item, claim), h.claim);
 	store_relaxed_sys(at + offsetof(sw_message_item, stripes), h.stripes);
+	store_relaxed_sys(at + offsetof(sw_message_item, peer), h.peer);
 	fence_acq_rel_sys();
 	store_relaxed_sys(at, number);
 	store_relaxed_sys(m.items(), number);
@@ -269,13 +285,13 @@ __device__ __forceinline__ void dismiss(const messenger &m)
 {
 	if (threadIdx.x != 0 || m.blocks == 1)
 		return;
-	u64 number = give(m, {deed::end, 0, 0, 0, 0, 0});
+	u64 number = give(m, {deed::end, 0, 0, 0, 0, 0, m.peer});
 	for (u32 b = m.blocks; b < m.a.blocks; b++)
 		store_relaxed_sys(m.done(b), number << 1);
 }
 
 // A block that is not the leader.
-__device__ __forceinline__ void follow(const messenger &m)
+__device__ __forceinline__ void follow(messenger &m)
 {
 	SW_SHARED(haul, h);
 	u64 seen = load_relaxed_sys(m.done(m.block)) >> 1;
@@ -291,9 +307,12 @@ __device__ __forceinline__ void follow(const messenger &m)
 			h.bytes = static_cast<i64>(load_relaxed_sys(at + offsetof(sw_message_item, bytes)));
 			h.claim = load_relaxed_sys(at + offsetof(sw_message_item, claim));
 			h.stripes = static_cast<u32>(load_relaxed_sys(at + offsetof(sw_message_item, stripes)));
+			h.peer = static_cast<u32>(load_relaxed_sys(at + offsetof(sw_message_item, peer)));
 		}
 		__syncthreads();
 		haul now = h;
+		if (m.turns)
+			m.turn_to(now.peer);
 		bool good = now.what == deed::end || carry(m, now);
 		__syncthreads();
 		if (threadIdx.x == 0) {

@@ -1,5 +1,5 @@
-// The leader of a rank's receives from another: it finds the first message of a tag that a receive waits for, and
-// answers it.
+// The leader of a rank's receives from another, or from all: it finds the first message of a tag that a receive waits
+// for, and answers it.
 #pragma once
 
 #include "messenger.cuh"
@@ -8,19 +8,34 @@ namespace sw {
 
 // Of the leader's first thread.
 struct receiving {
-	const messenger &m;
+	messenger &m;
 	u64 *numbers; // not 0 when a receive is over
-	u64 low;      // this rank is through with all messages before it
+	u64 *lows;
 	u32 left;
+	u32 first = 0;        // of the receives that are not over: the wait is for this one
+	sw_world waited;      // whose faults and silence end it
+	bool anyones = false; // that receive is from any rank
+	u32 quiet = 0;        // how many looks in a row have seen that no rank has moved bytes,
+	u64 moved = 0;        // what they saw,
+	u64 since = 0;        // and the time of the last
+	u32 turn = 0;         // the rank at which a receive from any looks first
 
-	__device__ __forceinline__ receiving(const messenger &m_, u64 *numbers_)
-	    : m(m_), numbers(numbers_), left(m_.count)
+	__device__ __forceinline__ receiving(messenger &m_, leader_board &b)
+	    : m(m_), numbers(b.numbers), lows(b.low), left(m_.count), waited(m_.world)
 	{
-		low = load_relaxed_sys(m.counter(offsetof(sw_message_counters, low)));
-		if (low == 0)
-			low = 1;
 	}
 
+	// Once.
+	__device__ __forceinline__ void begin()
+	{
+		if (m.turns)
+			turn = static_cast<u32>(load_relaxed_sys(turns()));
+	}
+
+	__device__ __forceinline__ u64 turns() const
+	{
+		return m.counter(offsetof(sw_message_counters, turn), m.world.rank);
+	}
 	__device__ __forceinline__ u64 ended(u64 n) const { return m.here + m.of_box(m.a.block.ended, m.peer, n, 8); }
 	__device__ __forceinline__ u64 state(u64 n) const { return m.here + m.of_box(m.a.block.states, m.peer, n, 8); }
 	__device__ __forceinline__ u64 answer(u64 n) const
@@ -36,11 +51,12 @@ struct receiving {
 	__device__ __forceinline__ void end(u64 n)
 	{
 		store_relaxed_sys(ended(n), n);
-		u64 before = low;
+		u64 before = lows[m.peer], low = before;
 		while (load_relaxed_sys(ended(low)) >= low)
 			low++;
 		if (low != before)
 			store_relaxed_sys(m.counter(offsetof(sw_message_counters, low)), low);
+		lows[m.peer] = low;
 	}
 
 	// Whether a message that this rank is not through with has been withdrawn: then its box may have another.
@@ -55,10 +71,18 @@ struct receiving {
 		u32 blocks;
 	};
 
-	// The first message that a receive waits for: its number, or 0. Messages come in the order of their numbers.
+	// Whether a receive that is not over is for a message of the peer with this tag.
+	__device__ __forceinline__ bool fits(u32 entry, u64 tag) const
+	{
+		const sw_message_entry &e = m.entry(entry);
+		return numbers[entry] == 0 && e.tag == tag && (e.peer == m.peer || e.peer == SW_ANY_RANK);
+	}
+
+	// The first message of the peer that a receive waits for: its number, or 0. Messages come in the order of their
+	// numbers.
 	__device__ __forceinline__ u64 find(u32 &entry, letter &l)
 	{
-		for (u64 n = low; n < low + m.a.boxes; n++) {
+		for (u64 n = lows[m.peer]; n < lows[m.peer] + m.a.boxes; n++) {
 			u64 at = m.here + m.of_box(m.a.block.headers, m.peer, n, SW_LINE_BYTES);
 			u64 last = load_relaxed_sys(ended(n)); // these loads are on their way at the same time
 			packet p = packet::get(at), q = packet::get(at + 16);
@@ -67,7 +91,7 @@ struct receiving {
 				continue;
 			if (gone(n, now)) {
 				end(n);
-				n = low - 1; // from the start
+				n = lows[m.peer] - 1; // from the start
 				continue;
 			}
 			u32 flag = packet::flag(n);
@@ -75,10 +99,70 @@ struct receiving {
 				return 0;
 			l = {p.low(), static_cast<u64>(q.word(2) & 0xffff) << 32 | p.word(2), q.low(), q.word(2) >> 16};
 			for (entry = 0; entry < m.count; entry++)
-				if (numbers[entry] == 0 && m.entry(entry).tag == l.tag)
+				if (fits(entry, l.tag))
 					return n;
 		}
 		return 0;
+	}
+
+	// The same of any rank, to which the messenger has turned then. The rank of the last message comes last.
+	__device__ __forceinline__ u64 look(u32 &entry, letter &l)
+	{
+		u64 n = 0;
+		for (u32 k = 0, ranks = m.turns ? m.world.size : 1; n == 0 && k < ranks; k++) {
+			if (m.turns) {
+				u32 rank = turn + k < ranks ? turn + k : turn + k - ranks;
+				if (rank == m.world.rank)
+					continue;
+				m.turn_to(rank);
+			}
+			n = find(entry, l);
+		}
+		if (n != 0 && m.turns) {
+			turn = m.peer + 1 < m.world.size ? m.peer + 1 : 0;
+			store_relaxed_sys(turns(), turn);
+		}
+		return n;
+	}
+
+	// Finds for which receive this rank waits, if any is left.
+	__device__ __forceinline__ void wait_for_first()
+	{
+		while (first < m.count && numbers[first] != 0)
+			first++;
+		if (first == m.count)
+			return;
+		anyones = m.entry(first).peer == SW_ANY_RANK;
+		waited.control = m.control_of(m.entry(first).peer);
+		waited.timeout_ns = anyones ? ~0ull : m.world.timeout_ns;
+		quiet = 0, since = 0;
+	}
+
+	// Goes on waiting, unless that is over. The silence of all ranks ends a receive from any, once it has looked
+	// for a message again.
+	__device__ __forceinline__ bool patient(wait &w)
+	{
+		if (quiet == moved_looks) {
+			w.kind = SW_FAULT_TIMEOUT;
+			return false;
+		}
+		if (!w.slow(waited))
+			return false;
+		if (!anyones || !w.looked())
+			return true;
+		u64 t = now_ns(), now = 0;
+		if (since == 0)
+			since = t;
+		if (t - since <= m.world.timeout_ns / moved_looks)
+			return true;
+		since = t;
+		for (u32 p = 0; p < m.world.size; p++)
+			if (p != m.world.rank)
+				now += load_relaxed_sys(segment(m.world, p) + m.control_of(p) +
+				                        offsetof(sw_control, moved));
+		quiet = now == moved ? quiet + 1 : 0;
+		moved = now;
+		return true;
 	}
 
 	// Answers a message that could be withdrawn. False when it has been.
@@ -121,24 +205,25 @@ struct receiving {
 	__device__ __noinline__ task next()
 	{
 		wait w;
+		wait_for_first();
 		while (left > 0) {
 			u32 i = 0;
 			letter l{0, 0, 0, 0};
-			u64 n = find(i, l);
+			u64 n = look(i, l);
 			if (n == 0) {
-				if (w.slow(m.world))
+				if (patient(w))
 					continue;
-				for (i = 0; numbers[i] != 0; i++)
-					;
-				m.fail(w.kind, 0, m.entry(i).tag, m.entry(i).bytes, 0);
+				const sw_message_entry &e = m.entry(first);
+				give_up(waited, w.kind, e.peer, 0, false, e.bytes, 0, e.tag, SW_MESSAGE_FAULT);
 				break;
 			}
 			if (l.bytes != static_cast<u64>(m.entry(i).bytes)) {
 				refuse(i, n, l);
+				wait_for_first();
 				continue;
 			}
 			if (l.bytes <= static_cast<u64>(m.a.eager_bytes))
-				return {deed::read, i, n, 0, 0, 0};
+				return {deed::read, i, n, 0, 0, 0, m.peer};
 			u64 claims = m.counter(offsetof(sw_message_counters, claims));
 			u64 claim = load_relaxed_sys(claims) + 1;
 			u32 stripes = m.blocks < l.blocks ? m.blocks : l.blocks;
@@ -148,10 +233,10 @@ struct receiving {
 				continue;
 			}
 			if (l.place == SW_NOWHERE)
-				return {deed::drain, i, n, claim, 0, stripes};
-			return {deed::pull, i, n, claim, m.there + resolve(m.world, m.peer, l.place), m.blocks};
+				return {deed::drain, i, n, claim, 0, stripes, m.peer};
+			return {deed::pull, i, n, claim, m.there + resolve(m.world, m.peer, l.place), m.blocks, m.peer};
 		}
-		return {deed::end, 0, 0, 0, 0, 0};
+		return {deed::end, 0, 0, 0, 0, 0, m.peer};
 	}
 
 	// A message has been carried, or not. One whose sender has given up meanwhile may be anything.
@@ -162,6 +247,8 @@ struct receiving {
 			m.fail(SW_FAULT_TIMEOUT, t.number, e.tag, e.bytes, 1);
 			good = false;
 		}
+		if (good && e.place != 0)
+			store_relaxed_sys(e.place, m.peer);
 		if (good)
 			tell(t.number, SW_ANSWER_TAKEN, 0);
 		else
@@ -173,12 +260,18 @@ struct receiving {
 	}
 };
 
-__device__ __forceinline__ void receive(const messenger &m, leader_board &b)
+__device__ __forceinline__ void receive(messenger &m, leader_board &b)
 {
 	for (u32 i = threadIdx.x; i < m.count; i += SW_MESSAGE_THREADS)
 		b.numbers[i] = 0;
+	for (u32 p = threadIdx.x; p < m.world.size; p += SW_MESSAGE_THREADS) {
+		u64 low = load_relaxed_sys(m.counter(offsetof(sw_message_counters, low), p));
+		b.low[p] = low != 0 ? low : 1;
+	}
 	__syncthreads();
-	receiving r(m, b.numbers); // of the first thread
+	receiving r(m, b); // of the first thread
+	if (threadIdx.x == 0)
+		r.begin();
 	for (;;) {
 		if (threadIdx.x == 0)
 			b.now = r.next();
@@ -187,12 +280,14 @@ __device__ __forceinline__ void receive(const messenger &m, leader_board &b)
 		__syncthreads();
 		if (t.what == deed::end)
 			return;
+		if (m.turns)
+			m.turn_to(t.peer);
 		const sw_message_entry &e = m.entry(t.entry);
 		bool good;
 		if (t.what == deed::read)
 			good = !__syncthreads_or(!read_small(m, t));
 		else
-			good = carry_together(m, {t.what, e.address, t.from, e.bytes, t.claim, t.stripes});
+			good = carry_together(m, {t.what, e.address, t.from, e.bytes, t.claim, t.stripes, t.peer});
 		if (threadIdx.x == 0)
 			r.carried(t, good);
 	}

@@ -115,7 +115,7 @@ struct sending {
 		}
 		if (e.place != SW_NOWHERE)
 			return false;
-		t = {deed::push, i, n, v.b >> 8, 0, static_cast<u32>(v.b & 255)};
+		t = {deed::push, i, n, v.b >> 8, 0, static_cast<u32>(v.b & 255), m.peer};
 		return true;
 	}
 
@@ -150,7 +150,7 @@ struct sending {
 
 	__device__ __noinline__ task next()
 	{
-		task t{deed::end, 0, 0, 0, 0, 0};
+		task t{deed::end, 0, 0, 0, 0, 0, m.peer};
 		wait w;
 		for (;;) {
 			while (posted < end && room(sent + 1)) {
@@ -160,7 +160,7 @@ struct sending {
 				store_relaxed_sys(m.counter(offsetof(sw_message_counters, sent)), n);
 				if (e.bytes <= m.a.eager_bytes) {
 					put_header(n, e);
-					return {deed::write, i, n, 0, 0, 0};
+					return {deed::write, i, n, 0, 0, 0, m.peer};
 				}
 				fence_acq_rel_sys();
 				put_header(n, e);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void send(const messenger &m, leader_board &b)
 			continue;
 		}
 		const sw_message_entry &e = m.entry(t.entry);
-		bool good = carry_together(m, {t.what, e.address, 0, e.bytes, t.claim, t.stripes});
+		bool good = carry_together(m, {t.what, e.address, 0, e.bytes, t.claim, t.stripes, t.peer});
 		if (threadIdx.x == 0 && good)
 			s.over(t.entry);
 		else if (threadIdx.x == 0)

@@ -1,6 +1,7 @@
 // Runs messages between two ranks on a processor, in random orders of their threads. Ranks send each other messages of
 // random sizes, tags and places, in batches and one by one, in orders that cannot lock; a rank does not come; a sender
-// gives up while its receiver comes; ranks have different sizes for a message; there are more messages than boxes.
+// gives up while its receiver comes; ranks have different sizes for a message; there are more messages than boxes;
+// receives take messages of any rank.
 //
 //	emulate SEED ROUNDS
 #include "messages_kernels.h"
@@ -8,6 +9,7 @@
 #include "fibers.h"
 
 #include <array>
+#include <map>
 
 namespace {
 
@@ -39,6 +41,7 @@ struct world : segments {
 		for (u32 p = 0; p < size; p++)
 			at<u32>(segment(rank) + points.control + p * SW_CONTROL_ALIGN + offsetof(sw_control, fault)) =
 			    0;
+		at<u32>(segment(rank) + block.anyone + offsetof(sw_control, fault)) = 0;
 		return kind;
 	}
 };
@@ -52,6 +55,7 @@ struct letter {
 	bool reach;
 	std::vector<u8> from, to;
 	u64 shift, place = 0;
+	u64 sender = ~u64{0}; // whose message a receive has taken
 
 	letter(u32 s, u32 d, u64 t, u64 k, u64 n)
 	    : src(s), dst(d), tag(t), key(k), bytes(n), expected(n), reach(draw(2) != 0)
@@ -126,23 +130,34 @@ std::vector<emu::block *> start(const world &w, u32 r, const batch &b)
 	a->eager_bytes = eager, a->staging_bytes = chunk, a->payload_bytes = world::payload();
 	a->boxes = boxes, a->blocks = w.blocks;
 	u32 grid = 0;
-	for (u32 receives = 0; receives < 2; receives++)
-		for (u32 p = 0; p < w.size; p++) {
-			bool large = false;
-			u32 first = a->count;
-			for (auto [l, in] : b.list)
-				if (in == (receives != 0) && (in ? l->src : l->dst) == p) {
-					u64 n = in ? l->expected : l->bytes;
-					a->entries[a->count++] = {
-					    l->tag, in ? reinterpret_cast<u64>(l->to.data()) + l->shift : l->address(w),
-					    !in && l->reach ? l->place : SW_NOWHERE, static_cast<i64>(n)};
-					large = large || n > eager;
-				}
-			if (a->count > first) {
-				a->groups[a->group_count++] = {p, receives, first, grid};
-				grid += large ? 1 + draw(w.blocks) : 1;
-			}
+	auto group = [&](u32 receives, u32 peer) {
+		bool large = false;
+		u32 first = a->count;
+		for (auto [l, in] : b.list) {
+			u32 p = in ? l->src : l->dst;
+			if (in != (receives != 0) || (p != peer && peer != SW_ANY_RANK))
+				continue;
+			u64 n = in ? l->expected : l->bytes;
+			u64 place = in ? reinterpret_cast<u64>(&l->sender) : l->reach ? l->place : SW_NOWHERE;
+			a->entries[a->count++] = {l->tag,
+			                          in ? reinterpret_cast<u64>(l->to.data()) + l->shift : l->address(w),
+			                          place, static_cast<i64>(n), p};
+			large = large || n > eager;
 		}
+		if (a->count > first) {
+			a->groups[a->group_count++] = {peer, receives, first, grid};
+			grid += large ? 1 + draw(w.blocks) : 1;
+		}
+	};
+	bool any = false;
+	for (auto [l, in] : b.list)
+		any = any || (in && l->src == SW_ANY_RANK);
+	for (u32 p = 0; p < w.size; p++)
+		group(0, p);
+	for (u32 p = 0; p < w.size && !any; p++)
+		group(1, p);
+	if (any)
+		group(1, SW_ANY_RANK);
 	std::vector<emu::block *> all;
 	for (u32 id = 0; id < grid; id++)
 		all.push_back(launch(r, id, grid, SW_MESSAGE_THREADS, 0, [a] { p2p_messages(*a); }));
@@ -243,7 +258,7 @@ bool model()
 			for (auto [l, receives] : b.list) {
 				if (w.fault(r) != SW_FAULT_NONE)
 					continue;
-				if (receives && !l->came())
+				if (receives && (l->sender != l->src || !l->came()))
 					return false;
 				if (!receives)
 					l->spoil(w);
@@ -438,10 +453,206 @@ bool sizes()
 	return run_ranks(2, go_on, [](u32) { return 1; }, {});
 }
 
+// Launches of the ranks, each rank's one after the other. Before one begins, ready says whether it may.
+bool run_lists(world &w, std::vector<std::vector<batch>> lists, const std::function<bool(u32, size_t)> &ready,
+               const std::function<void(u64)> &each_sweep = {})
+{
+	std::vector<size_t> at(w.size);
+	std::vector<std::vector<emu::block *>> blocks(w.size);
+	auto go_on = [&](u32 r) {
+		if (!blocks[r].empty()) {
+			if (!ended(blocks[r]))
+				return at_work::yes;
+			for (auto [l, receives] : lists[r][at[r] - 1].list)
+				if (!receives)
+					l->spoil(w);
+		}
+		if (at[r] == lists[r].size() || w.fault(r) != SW_FAULT_NONE)
+			return at_work::no;
+		if (ready(r, at[r]))
+			blocks[r] = start(w, r, lists[r][at[r]++]);
+		return at_work::yes;
+	};
+	return run_ranks(w.size, go_on, [](u32 rank) { return 1 + rank; }, each_sweep);
+}
+
+bool at_once(u32, size_t) { return true; }
+
+bool faultless(const world &w)
+{
+	for (u32 r = 0; r < w.size; r++)
+		if (w.fault(r) != SW_FAULT_NONE) {
+			printf("rank %u has fault %u\n", r, w.fault(r));
+			return false;
+		}
+	return true;
+}
+
+// Rank 0 takes the messages of the others, the first of some ranks by receives from these, the others from any rank.
+// Messages of one rank and tag go to receives in their order. Rank 0 sends as well.
+bool mixture()
+{
+	world w(2 + draw(3), 1 + draw(3));
+	std::vector<letter> out, in;
+	std::vector<u64> used(w.size);
+	std::vector<std::vector<batch>> lists(w.size);
+	out.reserve(64), in.reserve(64);
+	u64 sizes[2] = {size_of_message(), size_of_message()};
+	std::map<std::pair<u32, u64>, std::vector<u64>> keys; // of messages of a rank and tag, in their order
+	std::vector<letter> orders[2];                        // receives of a tag
+	batch back;
+	for (u32 p = 1; p < w.size; p++) {
+		batch all;
+		u64 of_tag[2] = {0, 0};
+		for (u64 i = 0, n = draw(boxes + 1); i < n; i++) {
+			u64 tag = draw(2);
+			out.emplace_back(p, 0, tag, out.size() + 1, sizes[tag]);
+			out.back().settle(w, &used[p]);
+			keys[{p, tag}].push_back(out.back().key);
+			all.list.push_back({&out.back(), false});
+			of_tag[tag]++;
+		}
+		for (u64 tag = 0; tag < 2; tag++)
+			for (u64 i = 0, n = draw(static_cast<u32>(of_tag[tag] + 1)); i < of_tag[tag]; i++)
+				if (i < n)
+					orders[tag].insert(orders[tag].begin(), letter(p, 0, tag, 0, sizes[tag]));
+				else
+					orders[tag].push_back(letter(SW_ANY_RANK, 0, tag, 0, sizes[tag]));
+		out.emplace_back(0, p, 7, out.size() + 1, size_of_message());
+		out.back().settle(w, &used[0]);
+		back.list.push_back({&out.back(), false});
+		in.push_back(letter(0, p, 7, 0, out.back().bytes));
+		keys[{0, 7 + p}].push_back(out.back().key);
+		all.list.push_back({&in.back(), true});
+		lists[p] = {all};
+	}
+	size_t others = in.size();
+	bool one_by_one = draw(3) == 0;
+	lists[0].push_back(back);
+	for (size_t at[2] = {0, 0}; at[0] < orders[0].size() || at[1] < orders[1].size();) {
+		u32 tag = draw(2);
+		if (at[tag] == orders[tag].size())
+			continue;
+		in.push_back(orders[tag][at[tag]++]);
+		if (one_by_one || draw(4) == 0)
+			lists[0].emplace_back();
+		lists[0].back().list.push_back({&in.back(), true});
+	}
+	if (!run_lists(w, lists, at_once) || !faultless(w))
+		return false;
+	for (size_t i = 0; i < in.size(); i++) {
+		letter &l = in[i];
+		u64 tag = i < others ? 7 + l.dst : l.tag;
+		auto &left = keys[{static_cast<u32>(l.sender), tag}];
+		if (left.empty() || (l.src != SW_ANY_RANK && l.src != l.sender)) {
+			printf("receive %zu, of rank %u, has taken from rank %llu\n", i, l.src,
+			       static_cast<unsigned long long>(l.sender));
+			return false;
+		}
+		l.key = left.front();
+		left.erase(left.begin());
+		if (!l.came())
+			return false;
+	}
+	return true;
+}
+
+// All messages are there before rank 0 receives the first: it takes one of each rank in turn.
+bool in_turn()
+{
+	world w(3 + draw(2), 1);
+	std::vector<letter> out, in;
+	std::vector<u64> used(w.size);
+	std::vector<std::vector<batch>> lists(w.size);
+	out.reserve(64), in.reserve(64);
+	u64 others = w.size - 1, each = 1 + draw(boxes);
+	for (u32 p = 1; p < w.size; p++) {
+		lists[p].emplace_back();
+		for (u64 i = 0; i < each; i++) {
+			out.emplace_back(p, 0, 0, out.size() + 1, 100);
+			out.back().settle(w, &used[p]);
+			lists[p][0].list.push_back({&out.back(), false});
+		}
+	}
+	for (u64 i = 0; i < others * each; i++) {
+		in.push_back(letter(SW_ANY_RANK, 0, 0, 0, 100));
+		if (lists[0].empty() || draw(2) == 0)
+			lists[0].emplace_back();
+		lists[0].back().list.push_back({&in.back(), true});
+	}
+	u64 begun = 0;
+	auto all_sent = [&](u32 r, size_t at) {
+		begun += r != 0 ? 1 : 0;
+		return r != 0 || at > 0 || (begun == others && running.empty());
+	};
+	if (!run_lists(w, lists, all_sent) || !faultless(w))
+		return false;
+	for (u64 i = others; i < in.size(); i++)
+		if (in[i].sender != in[i - others].sender) {
+			printf(
+			    "receive %llu has taken from rank %llu, and the one of the round before from rank %llu\n",
+			    static_cast<unsigned long long>(i), static_cast<unsigned long long>(in[i].sender),
+			    static_cast<unsigned long long>(in[i - others].sender));
+			return false;
+		}
+	return true;
+}
+
+// Nobody sends to rank 0. Its receive from any rank gives up once all ranks are silent, not before, or when it is told
+// to, and leaves a message that comes later for the next one.
+bool silence()
+{
+	world w(3, 1);
+	std::vector<u64> used(w.size);
+	letter in(SW_ANY_RANK, 0, 5, 0, 100), next(SW_ANY_RANK, 0, 5, 1, 100), out(2, 0, 5, 1, 100);
+	out.settle(w, &used[2]);
+	u64 until = draw(100'000), now = 0, when = draw(20'000);
+	bool aborted = draw(3) == 0;
+	w.timeout_ns = aborted ? u64{1} << 50 : 200'000; // 4,000 sweeps
+	auto each_sweep = [&](u64 sweep) {
+		now = sweep;
+		if (sweep < until && sweep % 100 == 0) // rank 1 moves bytes of other messages
+			at<u64>(w.segment(1) + w.points.control + SW_CONTROL_ALIGN + offsetof(sw_control, moved)) =
+			    sweep + 1;
+		if (aborted && sweep == when)
+			end_waits(w, false);
+	};
+	if (!run_lists(w, {{{{{&in, true}}}}, {}, {}}, at_once, each_sweep))
+		return false;
+	sw_fault f = w.faults[0];
+	if (w.fault(0) != (aborted ? SW_FAULT_ABORTED : SW_FAULT_TIMEOUT) || f.peer != SW_ANY_RANK || f.limit != 5 ||
+	    f.sent != 100 || f.part != SW_MESSAGE_FAULT || (!aborted && now < until + 3'000)) {
+		printf("fault %u of rank %u after %llu sweeps, rank 1 was heard until %llu\n", f.kind, f.peer,
+		       static_cast<unsigned long long>(now), static_cast<unsigned long long>(until));
+		return false;
+	}
+	if (aborted)
+		return true;
+	w.clear(0);
+	w.timeout_ns = u64{1} << 50;
+	return run_lists(w, {{{{{&next, true}}}}, {}, {{{{&out, false}}}}}, at_once) && faultless(w) &&
+	       next.sender == 2 && next.came();
+}
+
+bool from_any()
+{
+	switch (draw(4)) {
+	case 0:
+		return in_turn();
+	case 1:
+		return silence();
+	}
+	return mixture();
+}
+
 } // namespace
 
 int main(int count, char **words)
 {
-	return run_all(count, words, {{"messages", model}, {"leaving", leaving}, {"sizes", sizes}, {"crowd", crowd}},
-	               [](u64 i) { return i % 16 == 15 ? 3 : i % 3; });
+	return run_all(
+	    count, words,
+	    {{"messages", model}, {"leaving", leaving}, {"sizes", sizes}, {"crowd", crowd}, {"from any", from_any}},
+	    [](u64 i) { return i % 16 == 15                                  ? 3
+		               : i % 16 == 3 || i % 16 == 11 || i % 16 == 13 ? 4
+		                                                             : i % 3; });
 }
