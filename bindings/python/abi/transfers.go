@@ -13,7 +13,7 @@ import (
 // switchyard_messages sends and receives n messages at the same time. At a communicator, which stands for the host, stream is 0 and it waits
 // for them for wait microseconds. The code is Again when that was not enough: then request names them until it is dropped, and their memory is
 // in use until they are over. Otherwise from, which may be NULL, gets for each the rank that it was received from. On a GPU they are enqueued
-// on the stream, and from and request stay as they are.
+// on the stream, from is memory there, which receives write in the order of the stream, and request stays as it is.
 //
 //export switchyard_messages
 func switchyard_messages(place, stream C.uint64_t, calls *C.struct_switchyard_message_call, n, wait C.int64_t, from *C.int64_t, request *C.uint64_t) C.int32_t {
@@ -25,7 +25,7 @@ func switchyard_messages(place, stream C.uint64_t, calls *C.struct_switchyard_me
 		if err := length("messages", n); err != nil {
 			return core.OK, err
 		}
-		q, err := p.Messages(uintptr(stream), unsafe.Slice((*core.MessageCall)(unsafe.Pointer(calls)), int(n)))
+		q, err := p.Messages(uintptr(stream), unsafe.Slice((*core.MessageCall)(unsafe.Pointer(calls)), int(n)), uintptr(unsafe.Pointer(from)))
 		if q == nil || err != nil {
 			return core.OK, err
 		}

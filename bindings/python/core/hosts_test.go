@@ -37,7 +37,7 @@ func TestHostsOfAComm(t *testing.T) {
 		}
 
 		got := make([]byte, 8)
-		q, err := c.Messages(0, []MessageCall{send([]byte(fmt.Sprintf("rank %03d", r.Rank())), 3-r.Rank(), 0), receive(got, 3-r.Rank(), 0)})
+		q, err := c.Messages(0, []MessageCall{send([]byte(fmt.Sprintf("rank %03d", r.Rank())), 3-r.Rank(), 0), receive(got, 3-r.Rank(), 0)}, 0)
 		require.NoError(r.T, err)
 		_, _, err = q.Wait(20 * time.Second)
 		require.NoError(r.T, err)

@@ -29,8 +29,9 @@ type Place interface {
 	// they are enqueued on the stream.
 	Transfer(stream uintptr, call *TransferCall) (*Request, error)
 	// Messages sends and receives messages at the same time. On the host the stream is 0, and their memory is the Request's until it is over.
-	// On a GPU they are enqueued on the stream, and there is no Request.
-	Messages(stream uintptr, calls []MessageCall) (*Request, error)
+	// On a GPU they are enqueued on the stream, and there is no Request: where senders is the address of an int64 for each, there, those of
+	// receives get the rank that sent.
+	Messages(stream uintptr, calls []MessageCall, senders uintptr) (*Request, error)
 	// Explain says how an exchange into dst would be carried.
 	Explain(dst uintptr, shape Shape) (string, error)
 	// Fault is the error that exchanges which have run by now have come to and that no ticket tells.

@@ -5,6 +5,7 @@ import (
 	"slices"
 
 	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 	"github.com/switchyard-moe/switchyard/p2p"
 )
@@ -47,7 +48,7 @@ func (c *Comm) endpoint() (*p2p.Endpoint, error) {
 }
 
 // Messages sends and receives messages at the same time on the host, as p2p.Endpoint.Batch and Place describe.
-func (c *Comm) Messages(stream uintptr, calls []MessageCall) (*Request, error) {
+func (c *Comm) Messages(stream uintptr, calls []MessageCall, _ uintptr) (*Request, error) {
 	if stream != 0 {
 		return nil, noStream(stream)
 	}
@@ -101,7 +102,7 @@ func (c *Comm) Transfer(stream uintptr, call *TransferCall) (*Request, error) {
 }
 
 // Messages enqueues messages on a CUstream, as Place describes.
-func (g *GPU) Messages(stream uintptr, calls []MessageCall) (*Request, error) {
+func (g *GPU) Messages(stream uintptr, calls []MessageCall, senders uintptr) (*Request, error) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if g.closed {
@@ -114,6 +115,11 @@ func (g *GPU) Messages(stream uintptr, calls []MessageCall) (*Request, error) {
 	list, err := messagesOf(calls, g.view)
 	if err != nil {
 		return nil, err
+	}
+	for i := range list {
+		if list[i].Receive && senders != 0 {
+			list[i].Source = memory.Device(senders+uintptr(i*kernels.SourceBytes), kernels.SourceBytes)
+		}
 	}
 	return nil, g.point.Batch(s, list...)
 }

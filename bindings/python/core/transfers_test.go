@@ -77,7 +77,7 @@ func TestRequestsFollowTheModel(t *testing.T) {
 								left = slices.Delete(left, k, k+1)
 							}
 						}
-						q, err := c.Messages(0, calls)
+						q, err := c.Messages(0, calls, 0)
 						if err != nil {
 							return err
 						}
@@ -144,21 +144,21 @@ func TestTransfersOnTheHost(t *testing.T) {
 		if me == 0 {
 			for range n - 1 {
 				b := []byte{0}
-				from, err := over(c.Messages(0, []MessageCall{receive(b, p2p.AnyRank, 5)}))
+				from, err := over(c.Messages(0, []MessageCall{receive(b, p2p.AnyRank, 5)}, 0))
 				if err != nil || from[0] != int(b[0]) {
 					return fmt.Errorf("from %v, message %d: %w", from, b[0], err)
 				}
 			}
 		} else {
 			b := []byte{byte(me)}
-			if _, err := over(c.Messages(0, []MessageCall{send(b, 0, 5)})); err != nil {
+			if _, err := over(c.Messages(0, []MessageCall{send(b, 0, 5)}, 0)); err != nil {
 				return err
 			}
 		}
 		if _, err := c.Transfer(7, &TransferCall{Kind: SignalTransfer, Peer: next}); err == nil {
 			return fmt.Errorf("a stream on the host was not refused")
 		}
-		if code, _ := Classify(func() error { _, err := over(c.Messages(0, []MessageCall{send(nil, me, 0)})); return err }()); code != Invalid {
+		if code, _ := Classify(func() error { _, err := over(c.Messages(0, []MessageCall{send(nil, me, 0)}, 0)); return err }()); code != Invalid {
 			return fmt.Errorf("a message to this rank: code %d", code)
 		}
 		ticket, err = c.Close(false)
@@ -176,7 +176,7 @@ func TestF2_RequestsEndWhenARankLeaves(t *testing.T) {
 			return err
 		}
 		b := make([]byte, 8)
-		waits, err := c.Messages(0, []MessageCall{receive(b, 1-me, 1)})
+		waits, err := c.Messages(0, []MessageCall{receive(b, 1-me, 1)}, 0)
 		if err != nil {
 			return err
 		}
@@ -186,7 +186,7 @@ func TestF2_RequestsEndWhenARankLeaves(t *testing.T) {
 			if done, _, err := waits.Wait(0); !done || err == nil {
 				return fmt.Errorf("after Abandon: over is %v, %w", done, err)
 			}
-			if _, err := c.Messages(0, []MessageCall{send(nil, 0, 1)}); err == nil {
+			if _, err := c.Messages(0, []MessageCall{send(nil, 0, 1)}, 0); err == nil {
 				return fmt.Errorf("a message after Abandon was not refused")
 			}
 			return nil

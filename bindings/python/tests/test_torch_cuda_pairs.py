@@ -46,8 +46,50 @@ def messages(rank, size):
             (work,) = sw.batch_isend_irecv(ops)
             work.wait()
             assert torch.equal(strange, torch.stack([of(before + tag, n, dtype) for tag in (1, 2)]))
-    with pytest.raises(sw.errors.Unsupported, match="from any rank"):
-        sw.recv(torch.empty(1, device=CUDA))
+    sw.synchronize()
+    sw.barrier()
+
+
+def from_any(rank, size):
+    peer = 1 - rank
+    for n in SIZES:
+        out = torch.empty(n, device=CUDA)
+        # Next to the sends: the host waits for the rank alone.
+        sends = sw.isend(of(rank + 1, n), peer, tag=n)
+        assert sw.recv(out, tag=n) == peer
+        assert torch.equal(out, of(peer + 1, n))
+        receives = sw.irecv(out, tag=n)
+        more = sw.isend(of(rank + 2, n), peer, tag=n)
+        assert receives.source_rank() == peer
+        receives.wait()
+        assert torch.equal(out, of(peer + 2, n))
+        # In a batch, one behind a receive from the rank, of the same tag.
+        outs = [torch.empty(n, device=CUDA) for _ in range(2)]
+        ops = [sw.P2POp(sw.irecv, outs[0], peer), sw.P2POp(sw.irecv, outs[1], None)]
+        ops += [sw.P2POp(sw.isend, of(rank + i, n), peer) for i in (3, 4)]
+        (work,) = sw.batch_isend_irecv(ops)
+        work.wait()
+        assert [torch.equal(x, of(peer + i, n)) for x, i in zip(outs, (3, 4))] == [True, True]
+        assert list(work._done.sources) == [peer, peer, -1, -1]
+        for each in (sends, more):
+            each.wait()
+    # In a graph the ranks are known once it has run.
+    x, out = of(0, 1000), of(-1, 1000)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(sw.errors.Unsupported, match="from any rank while a graph is captured"):
+            sw.recv(out)
+        ops = [sw.P2POp(sw.isend, x, peer), sw.P2POp(sw.irecv, out, None)]
+        (work,) = sw.batch_isend_irecv(ops)
+        work.wait()
+        with pytest.raises(sw.errors.Unsupported, match="from any rank while a graph is captured"):
+            list(work._done.sources)
+    for step in range(5):
+        x.fill_(step * size + rank)
+        graph.replay()
+        assert torch.equal(out, of(step * size + peer, 1000))
+        assert list(work._done.sources) == [-1, peer]
+    del graph
     sw.synchronize()
     sw.barrier()
 
@@ -112,7 +154,7 @@ def sizes_that_differ(rank, size):
     sw.barrier()
 
 
-@pytest.mark.parametrize("case", [messages, graphs, streams, sizes_that_differ], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", [messages, from_any, graphs, streams, sizes_that_differ], ids=lambda f: f.__name__)
 def test_pairs_of_cuda_tensors(worlds, case):
     worlds.get(2, world.cuda).run(case)
 
@@ -135,6 +177,10 @@ def of_torch(rank, size):
             for each in work:
                 each.wait()
             assert torch.equal(out, of(peer + 5, n))
+            sent = dist.isend(of(rank + 6, n), peer)
+            assert dist.recv(out) == peer
+            assert torch.equal(out, of(peer + 6, n))
+            sent.wait()
             for root in range(size):
                 mine = of(rank, n)
                 lists = [torch.empty(n, device=CUDA) for _ in range(size)]

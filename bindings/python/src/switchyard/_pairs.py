@@ -35,7 +35,8 @@ def isend(tensor: Memory, dst: int, group: Group = None, tag: int = 0, *, stream
 
 
 def recv(tensor: Memory, src: int | None = None, group: Group = None, tag: int = 0, *, stream: Stream = None) -> int:
-    """Receive a tensor of rank src, or of any rank, and return the rank that sent it. See ``send``."""
+    """Receive a tensor of rank src, or of any rank, and return the rank that sent it. See ``send``. On CUDA tensors a receive
+    from any rank waits for the stream, to know the rank; ``irecv`` does not, and a CUDA graph captures it."""
     found: int = _one(True, tensor, src, group, tag, False, stream)
     return found
 
@@ -47,11 +48,11 @@ def irecv(tensor: Memory, src: int | None = None, group: Group = None, tag: int 
 
 
 class P2POp(NamedTuple):
-    """A message for ``batch_isend_irecv``: op is ``isend`` or ``irecv``."""
+    """A message for ``batch_isend_irecv``: op is ``isend`` or ``irecv``. The peer of an ``irecv`` may be None, for any rank."""
 
     op: Callable[..., Any]
     tensor: Memory
-    peer: int
+    peer: int | None
     group: Group = None
     tag: int = 0
 

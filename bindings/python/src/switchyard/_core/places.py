@@ -174,9 +174,10 @@ class Gpu(Place):
         if code:
             raise self._lib.error(code)
 
-    def _messages(self, stream: int, calls: array[int]) -> None:
-        """Enqueue MessageCalls on a CUstream, to be carried at the same time."""
-        code = self._talk(self._handle, stream, calls.buffer_info()[0], len(calls) // CALL, 0, None, None)
+    def _messages(self, stream: int, calls: array[int], senders: int | None) -> None:
+        """Enqueue MessageCalls on a CUstream, to be carried at the same time. senders is the address on the GPU of an int64 for
+        each, which gets the rank that it was received from."""
+        code = self._talk(self._handle, stream, calls.buffer_info()[0], len(calls) // CALL, 0, senders, None)
         if code:
             raise self._lib.error(code)
 

@@ -503,7 +503,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def _message(self, receive: bool, tensors: list[Tensor], peer: int | None, tag: int, torchs: Callable[[Any], Any]) -> Any:
         name = "recv" if receive else "send"
-        if len(tensors) == 1 and cuda.ours(*tensors, *tensors) and (peer is not None or not receive):
+        if len(tensors) == 1 and cuda.ours(*tensors, *tensors):
             together, self._together = self._together, None  # where the next line raises, torch ends no batch
             gpu = self._gpu_of(tensors)
             self._together = together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,34 +59,74 @@ def submission(ranks: Any, ops: list[tuple[bool, Tensor, Any, Any]]) -> Submissi
     return Communicator._messages, (numbers, keep), bring if backs else None
 
 
-def _enqueue(gpu: Gpu, way: Any, submission: Submission, outputs: list[Tensor], async_op: bool) -> Work | None:
+class _Senders:
+    """The ranks that messages on a GPU were received from, -1 for sends. Those of receives from any rank lie on the GPU. The
+    host waits for the stream of the messages then, or for the current one where a graph has them."""
+
+    def __init__(self, gpu: Gpu, ops: list[tuple[bool, Tensor, Any, Any]]) -> None:
+        self._gpu, self._known = gpu, [peer if receive else -1 for receive, _, peer, _ in ops]
+        self.stream: Any = None
+        self.told: Tensor | None = None
+        if None in self._known:
+            self.told = torch.full((len(ops),), -1, dtype=torch.int64, device=ops[0][1].device)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.told is None:
+            return iter(self._known)
+        _outside_graphs(self.told, "source_rank() of a recv")
+        with torch.cuda.stream(self.stream or torch.cuda.current_stream(self._gpu.device)):
+            told: list[int] = self.told.tolist()
+        if any(known is None and rank < 0 for known, rank in zip(self._known, told)):
+            self._gpu.check()  # says why
+        return iter([rank if known is None else known for known, rank in zip(self._known, told)])
+
+
+def _outside_graphs(tensor: Tensor, what: str) -> None:
+    with torch.cuda.device(tensor.device):
+        captured = torch.cuda.is_current_stream_capturing()
+    if captured:
+        raise errors.Unsupported(
+            f"switchyard: {what} from any rank while a graph is captured: the rank is known when it has run, so take irecv, "
+            "and ask its work for source_rank() then"
+        )
+
+
+def _enqueue(gpu: Gpu, way: Any, submission: Submission, outputs: list[Tensor], senders: _Senders, async_op: bool) -> Work:
     """Enqueue messages that a submission to the host's communicator describes, with async_op next to what the current stream
     gets later. Those of one way, a direction and a rank, are behind one another, so a send holds up no receive."""
-    if torch.cuda.current_device() != gpu.device:
-        with torch.cuda.device(gpu.device):
-            return _enqueue(gpu, way, submission, outputs, async_op)
     _, (numbers, keep), back = submission
+    told = senders.told
+    place = None if told is None else told.data_ptr()
+    stream: Any = None
     if async_op:
         with cuda._making:
             side = gpu.ways.get(way) or gpu.ways.setdefault(way, cuda._Side(gpu.device))
-        return cuda._beside(gpu, lambda stream: gpu._messages(stream, numbers), [*keep, *outputs], outputs, back, side)
-    gpu._messages(cuda.raw_stream(gpu.device), numbers)
-    if back is not None:
-        back()
-    return None
+        tensors = [*keep, *outputs] if told is None else [*keep, *outputs, told]
+        work = cuda._beside(gpu, lambda at: gpu._messages(at, numbers, place), tensors, outputs, back, side)
+        done: Any = work._done
+        stream = done._stream
+    else:
+        gpu._messages(cuda.raw_stream(gpu.device), numbers, place)
+        if back is not None:
+            back()
+        work = Work(cuda.Enqueued(), outputs)
+    if told is not None and not torch.cuda.is_current_stream_capturing():
+        senders.stream = stream or torch.cuda.current_stream()
+    return work
 
 
 def on_gpu(gpu: Gpu, ops: list[tuple[bool, Tensor, Any, Any]], async_op: bool) -> Work:
     """Messages of tensors on a GPU, behind what the current stream has."""
-    if any(receive and peer is None for receive, _, peer, _ in ops):
-        raise errors.Unsupported("switchyard: recv of a CUDA tensor from any rank: want src")
+    if torch.cuda.current_device() != gpu.device:
+        with torch.cuda.device(gpu.device):
+            return on_gpu(gpu, ops, async_op)
     for _, tensor, _, _ in ops:
         cuda.one_device(ops[0][1], tensor)
     call, tensors = submission(gpu._comm, ops), [tensor for _, tensor, _, _ in ops]
-    work = _enqueue(gpu, ops[0][::2] if len(ops) == 1 else None, call, tensors, async_op)
-    work = work or Work(cuda.Enqueued(), tensors)
+    senders = _Senders(gpu, ops)
+    work = _enqueue(gpu, ops[0][::2] if len(ops) == 1 else None, call, tensors, senders, async_op)
     done: Any = work._done
-    done.sources = array("q", [peer if receive else -1 for receive, _, peer, _ in ops])
+    done.sources = senders
     return work
 
 
@@ -107,8 +148,13 @@ def message(receive: bool, tensor: Tensor, peer: Any, group: Any, tag: Any, asyn
     if calls._outside(group, name):
         return -1 if receive and not async_op else None
     if cuda.ours(tensor, tensor):
+        any_rank = receive and peer is None
+        if any_rank and not async_op:
+            _outside_graphs(tensor, "recv of a CUDA tensor")
         work = _on_gpu(group, [(receive, tensor, peer, tag)], async_op)
-        return work if async_op else peer if receive else None
+        if async_op or not receive:
+            return work if async_op else None
+        return _world_rank(group, work.source_rank()) if any_rank else peer
     comm = communicator(group)
     if comm is None or not calls._ours(tensor):
         pg = calls.torchs_group(group, name, calls._many(tensor), [tensor], gpus=False)
