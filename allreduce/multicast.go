@@ -57,7 +57,7 @@ func (s *selector) pipeline(r *kernels.Reduction) kernels.Pipeline {
 		return kernels.BlockPipeline
 	case s.asked == warpMulticast || c.Blocks < leastPipelineBlocks:
 		return kernels.WarpPipeline
-	case r.Call.Count*r.Call.DType.Size() <= int64(c.Blocks)*int64(c.Slots)*c.SlotBytes*int64(c.Size):
+	case r.Longest()*r.Call.DType.Size() <= int64(c.Blocks)*int64(c.Slots)*c.SlotBytes:
 		return kernels.WarpPipeline
 	}
 	return kernels.BlockPipeline
@@ -72,9 +72,13 @@ func (m *byMulticast) about(c *kernels.ReduceCall, chosen kernels.Pipeline) []Ca
 	case m.vain != "":
 		x.Microseconds, x.Why = math.Inf(1), m.vain
 	case !c.Multicastable():
-		x.Microseconds, x.Why = math.Inf(1), "multicast only adds: all-reduces by sum, and by average of float32 and float64"
+		x.Microseconds, x.Why = math.Inf(1), "multicast only adds: sums, and averages of float32 and float64"
 	case chosen == kernels.NoMulticast:
 		x.Why = "packets are taken for small calls"
+	case !c.Collective.Reduces():
+		x.Why = "switches hand every slice to all; it has never run on hardware"
+	case !c.Collective.Gathers():
+		x.Why = "switches add; it has never run on hardware"
 	default:
 		x.Why = "switches add and hand the result to all; it has never run on hardware"
 	}

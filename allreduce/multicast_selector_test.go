@@ -65,8 +65,31 @@ func TestMulticastIsChosenOnlyWhereItIsAskedForAndAdds(t *testing.T) {
 		plain := choose(asking(t, c, "", ""), kernels.AllReduce, m.bytes, m.dt, m.op)
 		require.Equal(t, plain.Packets, without.Packets, "as without the option")
 	}
-	for _, coll := range []kernels.Collective{kernels.ReduceScatter, kernels.AllGather} {
-		require.Equal(t, kernels.NoMulticast, choose(asking(t, c, "warps", ""), coll, 64<<20, kernels.BFloat16, kernels.Sum).Multicast)
+	for _, m := range []struct {
+		option string
+		coll   kernels.Collective
+		bytes  int64
+		dt     kernels.DType
+		op     kernels.ReduceOp
+		want   kernels.Pipeline
+	}{
+		{"", kernels.AllGather, 64 << 20, kernels.BFloat16, kernels.Sum, kernels.NoMulticast},
+		{"", kernels.ReduceScatter, 64 << 20, kernels.BFloat16, kernels.Sum, kernels.NoMulticast},
+		{"warps", kernels.AllGather, 64 << 10, kernels.Uint8, kernels.Sum, kernels.WarpPipeline},
+		{"blocks", kernels.AllGather, 64 << 20, kernels.Float8E4M3, kernels.Sum, kernels.BlockPipeline},
+		{"blocks", kernels.Broadcast, 64 << 20, kernels.Uint8, kernels.Sum, kernels.BlockPipeline},
+		{"auto", kernels.AllGather, staging, kernels.BFloat16, kernels.Sum, kernels.WarpPipeline},
+		{"auto", kernels.AllGather, staging + 8, kernels.BFloat16, kernels.Sum, kernels.BlockPipeline},
+		{"warps", kernels.ReduceScatter, 64, kernels.BFloat16, kernels.Sum, kernels.WarpPipeline},
+		{"blocks", kernels.ReduceScatter, 64 << 20, kernels.Float64, kernels.Avg, kernels.BlockPipeline},
+		{"auto", kernels.ReduceScatter, 64 << 10, kernels.BFloat16, kernels.Sum, kernels.NoMulticast},
+		{"auto", kernels.ReduceScatter, staging, kernels.BFloat16, kernels.Sum, kernels.WarpPipeline},
+		{"warps", kernels.ReduceScatter, 64 << 20, kernels.BFloat16, kernels.Avg, kernels.NoMulticast},
+		{"warps", kernels.ReduceScatter, 64 << 20, kernels.Float32, kernels.Max, kernels.NoMulticast},
+		{"warps", kernels.ReduceScatter, 64 << 20, kernels.Uint8, kernels.Sum, kernels.NoMulticast},
+	} {
+		require.Equal(t, m.want, choose(asking(t, c, m.option, ""), m.coll, m.bytes, m.dt, m.op).Multicast, "%+v", m)
+		require.Equal(t, kernels.NoMulticast, choose(asking(t, c, m.option, "rank 1: its GPU has none"), m.coll, m.bytes, m.dt, m.op).Multicast)
 	}
 }
 
@@ -81,6 +104,11 @@ func TestExplainSaysWhatBecameOfMulticast(t *testing.T) {
 	require.NotContains(t, say(asking(t, c, "", ""), 64<<20, kernels.Sum), "multicast")
 	s := asking(t, c, "auto", "")
 	require.Regexp(t, `^multicast block pipeline \(asked for\); (.|\n)*multicast +no estimate  .*never run on hardware`, say(s, 128<<20, kernels.Sum))
+	for coll, why := range map[kernels.Collective]string{kernels.AllGather: "switches hand every slice to all; it has never", kernels.ReduceScatter: "switches add; it has never"} {
+		r := gpuReduction(c, coll, 128<<20)
+		require.NoError(t, s.choose(r))
+		require.Regexp(t, `^multicast block pipeline \(asked for\); (.|\n)*multicast +no estimate  `+why, s.explain(r).String())
+	}
 	require.Regexp(t, `^one-shot packet \(lowest(.|\n)*multicast +no estimate  packets are taken`, say(s, 64<<10, kernels.Sum))
 	require.Regexp(t, `^two-shot( push)? \(lowest(.|\n)*multicast +\+Inf us  multicast only adds`, say(s, 64<<20, kernels.Max))
 	s.vain = "rank 0: its environment forbids it (NCCL_NVLS_ENABLE=0)"

@@ -1,6 +1,7 @@
 package allreduce_test
 
 import (
+	"bytes"
 	"testing"
 	"time"
 
@@ -128,6 +129,72 @@ func TestMulticastReducesLikeTheHost(t *testing.T) {
 	heap := memory.Options{SegmentBytes: 1 << 20, Multicast: memory.MulticastByFile}
 	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "warps") })
 	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "blocks") })
+}
+
+// Halves of all-reduces, and broadcasts, by multicast: every placement of the buffers, slices of one length and of others, of which some are
+// no whole vectors, types that multicast cannot add but move, and calls that it cannot do between them.
+func TestMulticastGathersAndScattersLikeTheHost(t *testing.T) {
+	if !emulated.Kernels(t, "../kernels/cuda") {
+		return
+	}
+	for k, pipeline := range []string{"warps", "blocks", "auto"} {
+		if proctest.Race && k != 0 { // pipelines are of the kernels, of which the race detector sees nothing
+			continue
+		}
+		ranks := 2 + k%2
+		worldtest.GPUHeaps(t, ranks, memory.Options{SegmentBytes: 1 << 20, Multicast: memory.MulticastByFile + memory.Multicast(k%2)}, func(r *worldtest.Rank) {
+			x, err := allreduce.New(r.Ctx, r.Heap, allreduce.Options{Multicast: pipeline, MaxSMs: 3, OneShotBytes: 4 << 10, SlotBytes: 4096, Slots: 2})
+			r.Must(err)
+			y := newYard(r, 1<<20)
+			before := emulated.Launches.Of(r.T, gpuOf(r))
+			r.Barrier()
+			number := 0
+			call := func(coll kernels.Collective, dt kernels.DType, op kernels.ReduceOp, p place, counts ...int64) {
+				j := job{coll: coll, dt: dt, op: op, number: number}
+				number++
+				for q := range ranks {
+					j.counts = append(j.counts, counts[q%len(counts)])
+					j.count += j.counts[q]
+				}
+				j.plain = len(counts) == 1
+				at, _ := j.slice(r.Rank())
+				r.Must(j.check(y.perform(x, j, p), r.Rank(), ranks, at))
+			}
+			most := int64(20_000) // also goes through slots that are used again
+			if testing.Short() {
+				most = 9000
+			}
+			for _, coll := range []kernels.Collective{kernels.AllGather, kernels.ReduceScatter} {
+				for where := range 4 {
+					call(coll, kernels.BFloat16, kernels.Sum, place{in: where % 2, out: where / 2}, most/8*8)
+				}
+				call(coll, kernels.Float32, kernels.Sum, place{inPlace: true}, most/2/8*8)
+				call(coll, kernels.Int64, kernels.Sum, place{inPlace: true, in: 1, out: 1, inAt: 8, outAt: 8}, most/4)
+				call(coll, kernels.Float16, kernels.Sum, place{}, most, 1201) // not whole vectors
+				call(coll, kernels.Float64, kernels.Sum, place{}, 2048, 0)
+				call(coll, kernels.Int32, kernels.Sum, place{inAt: int64(16 * r.Rank()), outAt: int64(16 * r.Rank())}, most/2/8*8)
+			}
+			call(kernels.AllGather, kernels.Float8E5M2, kernels.Sum, place{in: 1, inAt: 3}, most, most-16)
+			call(kernels.ReduceScatter, kernels.Float32, kernels.Avg, place{out: 1, outAt: 4}, most/2/8*8)
+			buf := y.out[0].Slice(0, most)
+			y.write(buf, bytes.Repeat([]byte{byte(r.Rank())}, int(most)))
+			r.Must(x.Broadcast(y.s, buf, 1))
+			r.Must(y.s.Synchronize())
+			require.Equal(r.T, bytes.Repeat([]byte{1}, int(most)), y.read(buf))
+			r.Barrier()
+			launches := emulated.Launches.Of(r.T, gpuOf(r)) - before
+			require.Equal(r.T, ranks*(number+1), launches)
+			r.Barrier()
+			call(kernels.ReduceScatter, kernels.Float32, kernels.Max, place{}, most)
+			call(kernels.ReduceScatter, kernels.BFloat16, kernels.Avg, place{}, most)
+			call(kernels.ReduceScatter, kernels.Uint8, kernels.Sum, place{}, most)
+			r.Barrier()
+			require.Equal(r.T, launches, emulated.Launches.Of(r.T, gpuOf(r))-before, "maxima, averages of bfloat16 and sums of bytes go another way")
+			r.Must(x.Fault())
+			r.Must(x.Close(r.Ctx))
+			y.close()
+		})
+	}
 }
 
 // multicastFaults makes ranks that call different things hear of it and go on (F3), and a rank that waits until its timeout name the other (F1).

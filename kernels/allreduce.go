@@ -70,7 +70,8 @@ func (a ReduceAlgorithm) String() string {
 	return [...]string{"one-shot", "two-shot", "ring", "plan"}[a]
 }
 
-// Pipeline is how an all-reduce by multicast shares its work out: its steps are to stage input, to reduce and to take results.
+// Pipeline is how a reduction by multicast shares its work out: its steps are to stage input, to reduce and to take results. An all-gather
+// stages nothing, and a reduce-scatter takes nothing.
 type Pipeline uint8
 
 // The pipelines.
@@ -89,11 +90,11 @@ func (p Pipeline) String() string {
 	return [...]string{"no multicast", "warp pipeline", "block pipeline"}[p]
 }
 
-// Multicastable reports whether multicast can do the call: it adds, also what becomes an average, and cannot round once an average of
-// floats of 16 bits (R1, R2).
+// Multicastable reports whether a pipeline of multicast can do the call: it moves any type, adds, also what becomes an average, and cannot
+// round once an average of floats of 16 bits (R1, R2).
 func (c *ReduceCall) Multicastable() bool {
-	if c.Collective != AllReduce {
-		return false
+	if !c.Collective.Reduces() {
+		return c.Collective.Gathers()
 	}
 	switch c.DType {
 	case Float32, Float64:

@@ -57,6 +57,11 @@ func TestReductionsThatCannotRunAreRefused(t *testing.T) {
 	good := kernels.Reduction{Family: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.Float32, Count: 250},
 		Algorithm: kernels.OneShot, Packets: true, Bounds: []int64{0, 125, 250}, Blocks: 8, Launched: kernels.Launched{Timeout: time.Second}}
 	require.NoError(t, x.validate(&good))
+	for _, coll := range []kernels.Collective{kernels.ReduceScatter, kernels.AllGather, kernels.Broadcast} {
+		half := good
+		half.Call.Collective = coll
+		require.NoError(t, x.validate(&half), coll)
+	}
 	for says, change := range map[string]func(a *kernels.Reduction){
 		"2 bounds":              func(a *kernels.Reduction) { a.Bounds = a.Bounds[:2] },
 		"no ring":               func(a *kernels.Reduction) { a.Algorithm = kernels.Ring },
@@ -81,6 +86,11 @@ func TestMulticastThatCannotRunIsRefused(t *testing.T) {
 	good := kernels.Reduction{Family: &c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.BFloat16, Count: 500},
 		Algorithm: kernels.TwoShot, Multicast: kernels.BlockPipeline, Bounds: []int64{0, 250, 500}, Blocks: 3, Launched: kernels.Launched{Timeout: time.Second}}
 	require.NoError(t, x.validate(&good))
+	for _, coll := range []kernels.Collective{kernels.ReduceScatter, kernels.AllGather, kernels.Broadcast} {
+		half := good
+		half.Call.Collective = coll
+		require.NoError(t, x.validate(&half), coll)
+	}
 	for says, change := range map[string]func(a *kernels.Reduction){
 		"a block pipeline of 2 blocks": func(a *kernels.Reduction) { a.Blocks = 2 },
 		"packets true":                 func(a *kernels.Reduction) { a.Packets = true },
@@ -89,7 +99,8 @@ func TestMulticastThatCannotRunIsRefused(t *testing.T) {
 		"(max) of 500 bfloat16":        func(a *kernels.Reduction) { a.Call.Op = kernels.Max },
 		"(avg) of 500 bfloat16":        func(a *kernels.Reduction) { a.Call.Op = kernels.Avg },
 		"of 500 uint8":                 func(a *kernels.Reduction) { a.Call.DType = kernels.Uint8 },
-		"reduce-scatter":               func(a *kernels.Reduction) { a.Call.Collective = kernels.ReduceScatter },
+		"all-to-all":                   func(a *kernels.Reduction) { a.Call.Collective = kernels.AllToAll },
+		"reduce-scatter (max)":         func(a *kernels.Reduction) { a.Call.Collective, a.Call.Op = kernels.ReduceScatter, kernels.Max },
 		"too many chunks": func(a *kernels.Reduction) {
 			a.Bounds = []int64{0, 1 << 33, 1 << 34}
 		},

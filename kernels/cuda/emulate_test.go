@@ -338,7 +338,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"takes && through > 0 && !await(results_taken, through, true)", "takes && through > 0 && !await(results_taken, through, false)",
 		},
 		"a rank ends before its peers are done with its buffers": {
-			"if (role == reducer && !takes && groups > 0)", "if (false)",
+			"if (role == reducer && !takes && count > 0)", "if (false)",
 		},
 		"inputs at different places are taken for one": {
 			"from &= e.src == a.src_place;", "",
@@ -346,8 +346,17 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"outputs at different places are taken for one": {
 			"to &= e.dst == a.dst_place;", "",
 		},
-		"the end of buffers is taken for a whole vector": {
-			" && (a.bounds[a.world.size] & 15) == 0;", ";",
+		"the ends of slices are taken for whole vectors": {
+			"bool whole = (a.bounds[p + 1] & 15) == 0;", "bool whole = true;",
+		},
+		"the bytes behind a slice of the output are written": {
+			"store_piece(p + i, min(16u, bytes - i), v)", "store_piece(p + i, 16, v)",
+		},
+		"the first slice is taken for the longest": {
+			"longest = max(longest, a.bounds[p + 1] - a.bounds[p]);", "longest = a.bounds[1] - a.bounds[0];",
+		},
+		"a slice that has ended has pieces of less than no bytes": {
+			"bytes(max(i64{0}, min(each,", "bytes((min(each,",
 		},
 		"a team tells of its work before all of its warps have done it": {
 			"sync();\n\t\tif (warp != 0)", "if (warp != 0)",

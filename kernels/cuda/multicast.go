@@ -7,7 +7,7 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// multicastKernels are the kernels of all-reduce by multicast. They have never run on hardware.
+// multicastKernels are the kernels of reductions by multicast. They have never run on hardware.
 type multicastKernels struct {
 	warps, blocks cuda.Function
 	limit         int // blocks that run at once
@@ -46,15 +46,15 @@ func (x *reductions) validateMulticast(a *kernels.Reduction) error {
 	case kernels.BlockPipeline:
 		lines /= multicastSteps
 	}
-	switch bytes := a.Bounds[c.Size] * a.Call.DType.Size(); {
+	switch slice := a.Longest() * a.Call.DType.Size(); {
 	case !c.Multicast:
 		return fmt.Errorf("kernels: allreduce: multicast in bounds without it")
 	case a.Algorithm != kernels.TwoShot || a.Packets || a.Pull || a.Push || a.Rate != 0 || !a.Call.Multicastable():
 		return fmt.Errorf("kernels: allreduce: %v (%v) by multicast, packets %v, pull %v, push %v, rate %v", a.Call, a.Algorithm, a.Packets, a.Pull, a.Push, a.Rate)
 	case lines < 1:
 		return fmt.Errorf("kernels: allreduce: a %v of %d blocks, want at least %d", a.Multicast, a.Blocks, multicastSteps)
-	case bytes/(c.SlotBytes*int64(c.Size))/lines >= kernels.MaxChunks:
-		return fmt.Errorf("kernels: allreduce: %d bytes by multicast are too many chunks of %d", bytes, c.SlotBytes)
+	case slice/c.SlotBytes/lines >= kernels.MaxChunks:
+		return fmt.Errorf("kernels: allreduce: a slice of %d bytes by multicast is too many chunks of %d", slice, c.SlotBytes)
 	}
 	return nil
 }

@@ -1,12 +1,13 @@
-// All-reduce by multicast. Switches add what all ranks have at an address, and store a result on all of them, so every
+// Reductions by multicast. Switches add what all ranks have at an address, and store a value on all of them, so every
 // byte crosses each rank's link once in and once out, however many ranks there are. Only sums, and averages of floats
-// that are not widened, go this way (R1). Each element is added once and handed to all, so all ranks have the same bits
-// (R2).
+// that are not widened, are reduced this way (R1). Each element is added once, so all ranks have the same bits (R2).
 //
-// The call is cut into groups of one piece for each rank. Three teams of threads deal with a group, one behind the
-// other: one stages this rank's input in its own segment, one reduces this rank's piece of all ranks' staging and
-// stores it in all ranks' staging, and one takes what is then there. A team is some warps of a block, or whole blocks.
-// Where all ranks have a buffer at the same place, nobody stages input or takes results (zero copy).
+// Every rank owns a slice, and goes through it in pieces. Three teams of threads deal with the pieces of all ranks, one
+// behind the other: one stages this rank's input in its own segment, one loads the sums of this rank's piece from all
+// ranks' staging and stores them in all ranks' staging, and one takes what is then there. A team is some warps of a
+// block, or whole blocks. A reduce-scatter stores sums in the output, so nobody takes results; an all-gather has
+// nothing to add, and stores the input. Where all ranks have a buffer at the same place, it is in place of staging
+// (zero copy).
 //
 // Reads the user's input and writes the user's output, staging in this rank's segment, the multicast addresses of both
 // in all ranks' segments, and the lines of blocks (board.cuh), here for the teams of this rank too.
@@ -23,22 +24,24 @@ enum : u32 { stager, reducer, taker };
 
 // The board of a block: what its threads know of a call.
 struct multicast_board {
-	u64 from, to; // multicast addresses of the input and the output, SW_NOWHERE: they go through staging
+	u64 from, to; // multicast addresses of the input and the output of all slices, or SW_NOWHERE
 	u32 go[3];    // what a team's first warp has found out
 };
 
-// Whether multicast reaches a buffer at that place: it lies in the heap's pool, and the call is whole vectors.
-__device__ __forceinline__ bool in_reach(const sw_reduce_args &a, u64 place)
-{
-	return place >> 62 == 0 && (place & 15) == 0 && (a.bounds[a.world.size] & 15) == 0;
-}
+// Whether multicast reaches a buffer at that place: it lies in the heap's pool.
+__device__ __forceinline__ bool in_reach(u64 place) { return place >> 62 == 0 && (place & 15) == 0; }
 
 // Meets the peers. One warp, while the block's others wait. False when the call cannot go on.
 __device__ __forceinline__ bool make_multicast_board(const sw_multicast_args &m, u64 epoch, multicast_board &b,
                                                      u32 lane)
 {
 	const sw_reduce_args &a = m.reduce;
-	bool from = in_reach(a, a.src_place), to = in_reach(a, a.dst_place);
+	bool from = reduces(a) && in_reach(a.src_place), to = gathers(a) && in_reach(a.dst_place);
+#pragma unroll 1
+	for (u32 p = lane; p < a.world.size; p += 32) {
+		bool whole = (a.bounds[p + 1] & 15) == 0; // a slice is whole vectors
+		from &= whole, to &= whole;
+	}
 	bool good = meet(a, epoch, lane, [&](u32, const entry &e) {
 		from &= e.src == a.src_place;
 		to &= e.dst == a.dst_place;
@@ -52,8 +55,22 @@ __device__ __forceinline__ bool make_multicast_board(const sw_multicast_args &m,
 	return good;
 }
 
-template <u32 type>
-__device__ __noinline__ void reduce_piece(u64 from, u64 to, u32 bytes, u32 thread, u32 threads, ending end)
+// Where a vector goes: to all ranks, or to the output, which may lie anywhere.
+struct to_all {
+	u64 p;
+	__device__ __forceinline__ void put(u32 i, u32, uint4 v) const { multimem_store(p + i, v); }
+};
+struct to_output {
+	u64 p;
+	__device__ __forceinline__ void put(u32 i, u32 bytes, uint4 v) const
+	{
+		store_piece(p + i, min(16u, bytes - i), v);
+	}
+};
+
+// Adds what all ranks have at `from`. The last vector may be part of one, behind which there is room.
+template <u32 type, typename To>
+__device__ __noinline__ void reduce_piece(u64 from, To to, u32 bytes, u32 thread, u32 threads, ending end)
 {
 	using E = element<type>;
 	auto one = [&](uint4 v) {
@@ -72,11 +89,31 @@ __device__ __noinline__ void reduce_piece(u64 from, u64 to, u32 bytes, u32 threa
 			v[k] = multimem_sum<type>(from + i + k * step);
 #pragma unroll
 		for (int k = 0; k < 4; k++)
-			multimem_store(to + i + k * step, one(v[k]));
+			to.put(i + k * step, bytes, one(v[k]));
 	}
 #pragma unroll 1
 	for (; i < bytes; i += step)
-		multimem_store(to + i, one(multimem_sum<type>(from + i)));
+		to.put(i, bytes, one(multimem_sum<type>(from + i)));
+}
+
+// Stores the input, which may lie anywhere, on all ranks.
+__device__ __noinline__ void spread_piece(u64 from, u64 to, u32 bytes, u32 thread, u32 threads)
+{
+	u32 i = 16 * thread, step = 16 * threads;
+	if ((from & 15) == 0)
+#pragma unroll 1
+		for (; i + 3 * step + 16 <= bytes; i += 4 * step) {
+			uint4 v[4];
+#pragma unroll
+			for (int k = 0; k < 4; k++)
+				v[k] = load_vector(from + i + k * step);
+#pragma unroll
+			for (int k = 0; k < 4; k++)
+				multimem_store(to + i + k * step, v[k]);
+		}
+#pragma unroll 1
+	for (; i < bytes; i += step)
+		multimem_store(to + i, load_piece(from + i, min(16u, bytes - i)));
 }
 
 // Threads with the same work: those of a block, or some of its warps.
@@ -133,7 +170,7 @@ struct multicast_team {
 		return b.go[role] != 0;
 	}
 
-	__device__ __forceinline__ void reduce(u64 from, u64 to, u32 bytes)
+	template <typename To> __device__ __forceinline__ void reduce(u64 from, To to, u32 bytes)
 	{
 		u32 thread = 32 * warp + lane, threads = 32 * warps;
 		ending end(call_op(a), a.world.size);
@@ -153,29 +190,49 @@ struct multicast_team {
 		}
 	}
 
+	// The row's piece j of a rank's slice: where it is among all slices, and how long; of 0 bytes when there is
+	// none.
+	struct piece {
+		i64 at, bytes;
+
+		__device__ __forceinline__ piece(const multicast_team &t, i64 each, u32 rank, u32 j)
+		    : at(t.a.bounds[rank] + (static_cast<i64>(j) * t.rows + t.row) * each),
+		      bytes(max(i64{0}, min(each, t.a.bounds[rank + 1] - at)))
+		{
+		}
+	};
+
 	__device__ __forceinline__ void run()
 	{
-		bool stages = b.from == SW_NOWHERE, takes = b.to == SW_NOWHERE;
-		i64 bytes = a.bounds[a.world.size];
+		bool stages = reduces(a) && b.from == SW_NOWHERE, takes = gathers(a) && b.to == SW_NOWHERE;
+		u32 size = a.world.size, me = a.world.rank;
+		i64 longest = 0;
+#pragma unroll 1
+		for (u32 p = 0; p < size; p++)
+			longest = max(longest, a.bounds[p + 1] - a.bounds[p]);
 		// A short call is cut finer, so that all rows have a share of it.
-		i64 shares = static_cast<i64>(a.world.size) * rows;
-		i64 piece = min(static_cast<i64>(a.chunk_bytes), ((bytes + shares - 1) / shares + 511) / 512 * 512);
-		i64 each = piece * a.world.size, stride = each * rows, first = each * row;
-		u32 groups = first < bytes ? static_cast<u32>((bytes - first + stride - 1) / stride) : 0;
-		u64 slots = a.block.input_slots + static_cast<u64>(row) * a.slots * a.world.size * a.chunk_bytes;
+		i64 each = min(static_cast<i64>(a.chunk_bytes), ((longest + rows - 1) / rows + 511) / 512 * 512);
+		i64 first = each * row, stride = each * rows;
+		u32 count = first < longest ? static_cast<u32>((longest - first + stride - 1) / stride) : 0;
+		u64 slots = a.block.input_slots + static_cast<u64>(row) * a.slots * size * a.chunk_bytes;
 		u64 own = own_segment(a.world), peers = m.multicast;
 #pragma unroll 1
-		for (u32 j = 0; j < groups; j++) {
-			i64 at = first + j * stride, n = min(each, bytes - at);
-			u64 slot = slots + static_cast<u64>(j % a.slots) * a.world.size * a.chunk_bytes;
-			// X3: how many groups must be through before the slot is free
+		for (u32 j = 0; j < count; j++) {
+			// A slot has a place for each rank's piece.
+			u64 slot = slots + static_cast<u64>(j % a.slots) * size * a.chunk_bytes;
+			// X3: how many pieces must be through before the slot is free
 			u32 through = j < a.slots ? 0 : j + 1 - a.slots;
 			if (role == stager) {
 				// who takes results has seen all ranks reduce
 				if (through > 0 && !(takes ? await(results_taken, through, false)
 				                           : await(results_pushed, through, true)))
 					return;
-				move(own + slot, a.src + static_cast<u64>(at), n, warp, warps, lane);
+#pragma unroll 1
+				for (u32 p = 0; p < size; p++) {
+					piece x(*this, each, p, j);
+					move(own + slot + static_cast<u64>(p * each), a.src + static_cast<u64>(x.at),
+					     x.bytes, (warp + p) % warps, warps, lane);
+				}
 				tell(inputs_pushed, j + 1, true);
 			} else if (role == reducer) {
 				if (stages) {
@@ -184,23 +241,40 @@ struct multicast_team {
 				} else if (takes && through > 0 && !await(results_taken, through, true)) {
 					return;
 				}
-				i64 mine = piece * a.world.rank, left = n - mine;
-				if (left > 0) // staging has room for a whole last vector
-					reduce((stages ? peers + slot : b.from + static_cast<u64>(at)) +
-					           static_cast<u64>(mine),
-					       (takes ? peers + slot : b.to + static_cast<u64>(at)) +
-					           static_cast<u64>(mine),
-					       static_cast<u32>((min(piece, left) + 15) / 16 * 16));
+				work(piece(*this, each, me, j), stages, takes,
+				     peers + slot + static_cast<u64>(me * each));
 				tell(results_pushed, j + 1, true);
 			} else {
 				if (!await(results_pushed, j + 1, true))
 					return;
-				move(a.dst + static_cast<u64>(at), own + slot, n, warp, warps, lane);
+#pragma unroll 1
+				for (u32 p = 0; p < size; p++) {
+					piece x(*this, each, p, j);
+					move(a.dst + static_cast<u64>(x.at), own + slot + static_cast<u64>(p * each),
+					     x.bytes, (warp + p) % warps, warps, lane);
+				}
 				tell(results_taken, j + 1, !stages);
 			}
 		}
-		if (role == reducer && !takes && groups > 0) // peers are done with this rank's memory
-			await(results_pushed, groups, true);
+		if (role == reducer && !takes && count > 0) // peers are done with this rank's memory
+			await(results_pushed, count, true);
+	}
+
+	// Deals with this rank's piece; staged is its place in all ranks' staging.
+	__device__ __forceinline__ void work(piece x, bool stages, bool takes, u64 staged)
+	{
+		if (x.bytes == 0)
+			return;
+		u32 bytes = static_cast<u32>(x.bytes);
+		i64 in_slice = x.at - a.bounds[a.world.rank];
+		u64 from = stages ? staged : b.from + static_cast<u64>(x.at),
+		    to = takes ? staged : b.to + static_cast<u64>(x.at);
+		if (!reduces(a))
+			spread_piece(a.src + static_cast<u64>(in_slice), to, bytes, 32 * warp + lane, 32 * warps);
+		else if (gathers(a))
+			reduce(from, to_all{to}, bytes);
+		else
+			reduce(from, to_output{a.dst + static_cast<u64>(in_slice)}, bytes);
 	}
 };
 
@@ -229,7 +303,8 @@ template <bool by_blocks> __device__ __forceinline__ void run_multicast(const sw
 	if (__syncthreads_or(!good))
 		return;
 	// the roles that there are follow one another
-	u32 first = b.from == SW_NOWHERE ? stager : reducer, roles = 1 + (b.from == SW_NOWHERE) + (b.to == SW_NOWHERE);
+	bool stages = reduces(a) && b.from == SW_NOWHERE, takes = gathers(a) && b.to == SW_NOWHERE;
+	u32 first = stages ? stager : reducer, roles = 1 + stages + takes;
 	u32 warps = by_blocks ? multicast_warps : multicast_warps / roles,
 	    lines = by_blocks ? gridDim.x / roles : gridDim.x;
 	u32 turn = by_blocks ? blockIdx.x % roles : warp / warps, line = by_blocks ? blockIdx.x / roles : blockIdx.x;

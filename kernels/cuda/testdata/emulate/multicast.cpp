@@ -76,28 +76,33 @@ world multicast_world()
 	             1 << 19);
 }
 
-// A call that multicast can do. Buffers are at the same place on all ranks, or not; aligned, or not; of whole vectors,
-// or not.
+// A call that multicast can do. Slices have one length, or each its own; an all-gather of one slice is a broadcast.
+// Buffers are at the same place on all ranks, or not; aligned, or not; slices are whole vectors, or not.
 job multicast_job(const world &w)
 {
 	static const u32 types[] = {SW_TYPE_FLOAT32, SW_TYPE_FLOAT16, SW_TYPE_BFLOAT16,
 	                            SW_TYPE_FLOAT64, SW_TYPE_INT32,   SW_TYPE_INT64};
 	job j;
 	call &c = j.c;
-	c.collective = SW_REDUCE_SCATTER | SW_ALL_GATHER;
-	c.type = types[draw(6)];
-	c.op = (c.type == SW_TYPE_FLOAT32 || c.type == SW_TYPE_FLOAT64) && draw(3) == 0 ? SW_OP_AVG : SW_OP_SUM;
+	c.collective = 1 + draw(3);
+	c.type = c.reduces() ? types[draw(6)] : draw(9);
+	c.op = c.reduces() && (c.type == SW_TYPE_FLOAT32 || c.type == SW_TYPE_FLOAT64) && draw(3) == 0 ? SW_OP_AVG
+	                                                                                               : SW_OP_SUM;
 	c.flags = draw(2) ? SW_REDUCE_WARPS : SW_REDUCE_BLOCKS;
 	c.packets = false;
 	c.interval = 0;
 	c.blocks = 3 + draw(w.lines - 2);
 	u32 es = element_bytes[c.type];
-	i64 count = draw(5) == 0 ? draw(40) : draw(90000 / es);
-	if (draw(2))
-		count = count / (16 / es) * (16 / es);
+	bool whole = draw(2) != 0;
+	u32 kind = draw(4), only = draw(w.size);
+	i64 most = draw(5) == 0 ? 40 : 90000 / es / (kind == 2 ? 1 : w.size), equal = draw(static_cast<u32>(most));
 	c.bounds.assign(1, 0);
-	for (u32 p = 0; p < w.size; p++)
-		c.bounds.push_back(p + 1 == w.size ? count * es : min(static_cast<i64>(p + 1) * 64, count * es));
+	for (u32 p = 0; p < w.size; p++) {
+		i64 n = kind == 0 ? draw(static_cast<u32>(most)) : kind == 2 && p != only ? 0 : equal;
+		if (whole)
+			n = n / (16 / es) * (16 / es);
+		c.bounds.push_back(c.bounds.back() + n * es);
+	}
 	j.ranks.resize(w.size);
 	u32 in_shift = draw(3) == 0 ? es * draw(16) : 0, out_shift = draw(3) == 0 ? es * draw(16) : 0;
 	bool in_same = draw(3) != 0, out_same = draw(3) != 0, in_place = draw(4) == 0, far = draw(3) == 0;
@@ -107,13 +112,30 @@ job multicast_job(const world &w)
 		k.src = w.heap + 256 + in_shift + (in_same ? 0 : 16 * draw(8));
 		k.dst = (w.heap + 1024 + c.bytes()) / 256 * 256 + out_shift + (out_same ? 0 : 16 * draw(8));
 		if (in_place)
-			k.dst = k.src;
+			c.collective == SW_ALL_GATHER       ? k.src = k.dst + c.bounds[r]
+			: c.collective == SW_REDUCE_SCATTER ? k.dst = k.src + c.bounds[r]
+							    : k.dst = k.src;
 		if (max(k.src, k.dst) + c.bytes() + 64 > w.stride) {
 			printf("the world is too small\n");
 			exit(1);
 		}
 	}
 	return j;
+}
+
+// Whether a rank's output lies in its input, or the other way round.
+bool in_place(const job &j, u32 r)
+{
+	const part &k = j.ranks[r];
+	return k.src < k.dst + j.c.dst_bytes(r) && k.dst < k.src + j.c.src_bytes(r);
+}
+
+// Parts the buffers of a rank, so that a call can be made again from the same input.
+void part_buffers(job &j, u32 r)
+{
+	part &k = j.ranks[r];
+	if (in_place(j, r))
+		k.dst = k.src + (j.c.bytes() + 511) / 256 * 256;
 }
 
 job any_job(const world &w) { return draw(3) != 0 ? multicast_job(w) : random_job(w); }
@@ -149,11 +171,8 @@ bool multicast_in_a_row()
 {
 	world w = multicast_world();
 	job j = multicast_job(w);
-	for (u32 r = 0; r < w.size; r++) {
-		part &k = j.ranks[r];
-		if (k.dst == k.src)
-			k.dst += (j.c.bytes() + 511) / 256 * 256;
-	}
+	for (u32 r = 0; r < w.size; r++)
+		part_buffers(j, r);
 	fill(w, j, 1);
 	std::vector<stream> streams = streams_of(w, &j, 2 + draw(4));
 	std::vector<u8> whole = outcome(w, j);
@@ -205,7 +224,7 @@ bool multicast_disagreement()
 		w.faults[r] = {};
 		at<sw_control>(w.segment(r) + w.block.control).fault = SW_FAULT_NONE;
 		const u8 *out = reinterpret_cast<const u8 *>(w.segment(r) + j.ranks[r].dst);
-		for (i64 i = 0; i < j.c.dst_bytes(r) && j.ranks[r].dst != j.ranks[r].src; i++)
+		for (i64 i = 0; i < j.c.dst_bytes(r) && !in_place(j, r); i++)
 			if (out[i] != poison) {
 				printf("rank %u has an output\n", r);
 				return false;
