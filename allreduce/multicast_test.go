@@ -277,6 +277,53 @@ func TestTwoReducersShareMulticast(t *testing.T) {
 	}
 }
 
+// Two reducers with multicast on one heap take turns on one stream, and nobody waits between their calls: a rank may be in a call of one
+// while another rank is in the next call, of the other.
+func TestTwoReducersTakeTurnsOnAStream(t *testing.T) {
+	if !emulated.Kernels(t, "../kernels/cuda") {
+		return
+	}
+	worldtest.GPUHeaps(t, 2, memory.Options{SegmentBytes: 1 << 20, Multicast: memory.MulticastByFile}, func(r *worldtest.Rank) {
+		var reducers [2]*allreduce.Reducer
+		for i, pipeline := range []string{"warps", "blocks"} {
+			var err error
+			reducers[i], err = allreduce.New(r.Ctx, r.Heap, allreduce.Options{Multicast: pipeline, MaxSMs: 3, OneShotBytes: -1, SlotBytes: 4096, Slots: 2})
+			r.Must(err)
+		}
+		turns := []int{0, 1, 1, 0, 1, 0}
+		const room = 32 << 10 // of a call
+		y := newYard(r, room*int64(len(turns)))
+		before := emulated.Launches.Of(r.T, gpuOf(r))
+		r.Barrier()
+		for round := range 2 {
+			jobs, outputs := make([]job, len(turns)), make([]memory.View, len(turns))
+			sources := make([]memory.View, len(turns))
+			for i, k := range turns {
+				jobs[i] = job{coll: kernels.AllReduce, dt: kernels.Float32, op: kernels.Sum, count: 5000 + int64(i), number: len(turns)*round + i}
+				at := room * int64(i)
+				var first int64
+				outputs[i], sources[i], first = y.buffers(jobs[i], place{in: (k + round) % 2, out: i / 2 % 2, inAt: at, outAt: at})
+				y.load(jobs[i], outputs[i], sources[i], first)
+			}
+			for i, k := range turns {
+				r.Must(jobs[i].call(reducers[k], y.s, outputs[i], sources[i]))
+			}
+			for i := range turns {
+				r.Must(jobs[i].check(y.read(outputs[i]), r.Rank(), 2, 0))
+			}
+			for k := range reducers {
+				r.Must(reducers[k].Fault())
+			}
+		}
+		r.Barrier()
+		require.Equal(r.T, 2*2*len(turns), emulated.Launches.Of(r.T, gpuOf(r))-before)
+		for k := range reducers {
+			r.Must(reducers[k].Close(r.Ctx))
+		}
+		y.close()
+	})
+}
+
 // Each call of each rank's driver fails once while a reducer with multicast is made, calls and is closed: no rank waits for ever, and nothing
 // is left when the heap is closed too.
 func TestAFailureOfAnyDriverCallOfAReducerLeaksNothing(t *testing.T) {

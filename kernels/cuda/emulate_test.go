@@ -364,6 +364,20 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"averages are sums": {
 			"if (end.op != SW_OP_AVG)\n\t\t\treturn v;", "if (end.op != SW_OP_PROD)\n\t\t\treturn v;",
 		},
+		// in place of the second reducer's words, which lie in its control block, those of the first, whose block begins at 65536
+		"two reducers have one set of lines": {
+			"* a.lines + row) * SW_REDUCE_LINE_BYTES + which}", "* a.lines + row) * SW_REDUCE_LINE_BYTES + which - a.world.control + 65536}",
+		},
+		"two reducers have one number of calls": {
+			"own_segment(w) + w.control + zero_of_lane()", "own_segment(w) + 65536 + zero_of_lane()",
+			"sw_control *c = reinterpret_cast<sw_control *>(own_segment(w) + w.control);", "sw_control *c = reinterpret_cast<sw_control *>(own_segment(w) + 65536);",
+		},
+		"two reducers have one set of entries": {
+			"segment(a.world, dst) + a.block.entries +", "segment(a.world, dst) + a.block.entries - a.world.control + 65536 +",
+		},
+		"two reducers have one staging": {
+			"u64 slots = a.block.input_slots + static_cast<u64>(row)", "u64 slots = a.block.input_slots - a.world.control + 65536 + static_cast<u64>(row)",
+		},
 	})
 	findsBugs(t, "dispatch", map[string][]string{
 		"the beginnings of two calls share a place": {

@@ -237,6 +237,99 @@ bool multicast_disagreement()
 	return run_calls(w, streams, [&](u32 r, size_t) { return no_faults(w) && right(w, good, whole, r); });
 }
 
+// A reducer of a heap that has two, and its calls: always the same one, as a graph that is replayed has it.
+struct reducer_of_two {
+	world w; // its own control block
+	job j;
+	std::vector<u8> whole;
+	std::vector<u32> calls; // that each rank has launched
+
+	u64 at(u32 rank, u64 place) const { return w.segment(rank) + place; }
+
+	// Its buffers in the heap lie behind those of the other.
+	void bring(u64 behind, u64 number)
+	{
+		const call &c = j.c;
+		u32 es = element_bytes[c.type];
+		j.inputs.assign(w.size, {});
+		calls.assign(w.size, 0);
+		for (u32 r = 0; r < w.size; r++) {
+			part &k = j.ranks[r];
+			part_buffers(j, r);
+			k.src += behind, k.dst += behind;
+			j.inputs[r].resize(c.src_bytes(r));
+			for (i64 i = 0; i * es < c.src_bytes(r); i++)
+				value(number, c.type, r, i, &j.inputs[r][i * es]);
+			renew(r);
+		}
+		whole = outcome(w, j);
+	}
+
+	// As it is before a call.
+	void renew(u32 r) const
+	{
+		const part &k = j.ranks[r];
+		memset(reinterpret_cast<void *>(at(r, k.dst)), poison, j.c.dst_bytes(r));
+		memcpy(reinterpret_cast<void *>(at(r, k.src)), j.inputs[r].data(), j.inputs[r].size());
+	}
+
+	bool left_right(u32 r) const
+	{
+		if (!no_faults(w))
+			return false;
+		const u8 *want = whole.data() + (j.c.gathers() ? 0 : j.c.bounds[r]);
+		if (memcmp(reinterpret_cast<void *>(at(r, j.ranks[r].dst)), want, j.c.dst_bytes(r)) == 0)
+			return true;
+		printf("rank %u has another output in call %u of one of two reducers\n", r, calls[r]);
+		return false;
+	}
+};
+
+// Two reducers on one heap, with calls in turn on one stream, or each on a stream of its own, at the same time and in
+// different orders on the ranks. They share the segments and the multicast addresses, and nothing else.
+bool two_reducers()
+{
+	world first = multicast_world();
+	u64 room = first.stride - first.heap, control = (first.block.end + 4095) / 4096 * 4096;
+	world w(first.size, first.lines, first.slots, first.chunk_bytes, first.packet_bytes, control + 2 * room);
+	reducer_of_two two[2] = {{w, {}, {}, {}}, {w, {}, {}, {}}};
+	for (reducer_of_two &x : two)
+		x.w.memory.clear(), x.j = multicast_job(first); // whose heap begins where w's begins
+	two[1].w.block = sw_lay_reduce_block(w.heap, w.size, w.lines, w.slots, w.chunk_bytes, w.packet_bytes);
+	two[0].bring(control, 1), two[1].bring(control + room, 2);
+
+	multicast_ranks = &w;
+	emu::multicast = reached;
+	bool in_turn = draw(2) != 0;
+	u32 most = 2 + draw(3);
+	std::vector<u32> turns; // of the stream, the same on all ranks
+	for (u32 i = 0; i < 2 * most; i++)
+		turns.push_back(draw(3) == 0 ? draw(2) : i % 2);
+	std::vector<size_t> turn(w.size);
+	std::vector<std::vector<emu::block *>> blocks[2];
+	blocks[0].resize(w.size), blocks[1].resize(w.size);
+	auto go_on = [&](u32 r) {
+		for (u32 k = 0; k < 2; k++)
+			if (!blocks[k][r].empty() && ended(blocks[k][r])) {
+				if (!two[k].left_right(r))
+					return at_work::stop;
+				two[k].renew(r);
+			}
+		for (u32 k = 0; k < 2; k++) {
+			bool next = in_turn ? blocks[0][r].empty() && blocks[1][r].empty() && turn[r] < turns.size() &&
+			                          turns[turn[r]] == k
+			                    : blocks[k][r].empty() && two[k].calls[r] < most && draw(8) == 0;
+			if (next) {
+				turn[r]++, two[k].calls[r]++;
+				start_any(two[k].w, r, two[k].j, blocks[k][r]);
+			}
+		}
+		bool through = in_turn ? turn[r] == turns.size() : two[0].calls[r] == most && two[1].calls[r] == most;
+		return through && blocks[0][r].empty() && blocks[1][r].empty() ? at_work::no : at_work::yes;
+	};
+	return run_ranks(w.size, go_on, [](u32 rank) { return 1 + rank % 2; }, {});
+}
+
 bool multicast_end_of_waits(bool aborted)
 {
 	world w = multicast_world();
@@ -261,8 +354,9 @@ int main(int count, char **words)
 			   {"disagreement", multicast_disagreement},
 			   {"deadline", [] { return multicast_end_of_waits(false); }},
 			   {"abort", [] { return multicast_end_of_waits(true); }},
+			   {"two reducers", two_reducers},
 		       },
-	               [](u64 i) { return i % 8 < 3   ? 0
-		                          : i % 8 < 5 ? 1
-		                                      : i % 8 - 3; });
+	               [](u64 i) { return i % 9 < 3   ? 0
+		                          : i % 9 < 5 ? 1
+		                                      : i % 9 - 3; });
 }
