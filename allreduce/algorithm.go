@@ -212,6 +212,10 @@ func (s *selector) gpuCost(r *kernels.Reduction, w way) (us float64, at curve.Se
 		return math.Inf(1), at, "nobody to send packets to"
 	case message > c.OneShotBytes:
 		return math.Inf(1), at, "more for one peer than OneShotBytes"
+	default:
+		if why := s.noPackets(r, w); why != "" {
+			return math.Inf(1), at, why
+		}
 	}
 	us, at, ok := s.table.of(r, w)
 	if !ok {
@@ -255,7 +259,7 @@ type Decision struct {
 	// Chunks is the largest number of chunks from one rank to another; 0 in one-shot and in packets. Buffers that a GPU's peers can reach
 	// need none.
 	Chunks int64
-	// Multicast is the pipeline of a call that goes by multicast, which then has two shots.
+	// Multicast is the pipeline of a call that goes by multicast, which then has two shots, or packets, which have one.
 	Multicast kernels.Pipeline
 	// Hosts is the number of hosts where there are several. Then all calls go in two shots: hosts combine the partial results of each.
 	Hosts int

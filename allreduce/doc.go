@@ -33,8 +33,8 @@
 // rank makes the switches add one slice of the elements, and store one slice on all ranks. Each byte of an all-reduce then crosses a rank's
 // link once in and once out, for any number of ranks. Other warps or blocks stage the input of what is reduced, and take what is gathered from
 // staging, unless all ranks have the buffer at the same place of the heap, at a multiple of 16 bytes, with slices whose lengths are multiples
-// of 16. These paths have never run on hardware. They are off by default, and if a rank has set NCCL_NVLS_ENABLE=0, NVSHMEM_DISABLE_NVLS=1 or
-// TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
+// of 16. In small calls one store of a packet reaches all ranks, which combine for themselves. These paths have never run on hardware. They are
+// off by default, and if a rank has set NCCL_NVLS_ENABLE=0, NVSHMEM_DISABLE_NVLS=1 or TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 //
 // # Results
 //

@@ -39,7 +39,11 @@ func TestMulticastIsChosenOnlyWhereItIsAskedForAndAdds(t *testing.T) {
 		want   kernels.Pipeline
 	}{
 		{"", 64 << 20, kernels.BFloat16, kernels.Sum, kernels.NoMulticast},
-		{"auto", 64 << 10, kernels.BFloat16, kernels.Sum, kernels.NoMulticast},
+		{"auto", 64 << 10, kernels.BFloat16, kernels.Sum, kernels.MulticastPackets},
+		{"auto", 64 << 10, kernels.BFloat16, kernels.Max, kernels.MulticastPackets}, // ranks combine for themselves
+		{"warps", 64 << 10, kernels.Uint8, kernels.Prod, kernels.MulticastPackets},  // or the size of packets would differ
+		{"blocks", 64 << 10, kernels.Float16, kernels.Avg, kernels.MulticastPackets},
+		{"auto", 349526, kernels.BFloat16, kernels.Max, kernels.NoMulticast}, // of 512 KiB 2 thirds are 349524
 		{"auto", staging, kernels.BFloat16, kernels.Sum, kernels.WarpPipeline},
 		{"auto", staging + 2, kernels.BFloat16, kernels.Sum, kernels.BlockPipeline},
 		{"warps", 64, kernels.BFloat16, kernels.Sum, kernels.WarpPipeline},
@@ -56,7 +60,12 @@ func TestMulticastIsChosenOnlyWhereItIsAskedForAndAdds(t *testing.T) {
 	} {
 		r := choose(asking(t, c, m.option, ""), kernels.AllReduce, m.bytes, m.dt, m.op)
 		require.Equal(t, m.want, r.Multicast, "%+v", m)
-		if m.want != kernels.NoMulticast {
+		switch m.want {
+		case kernels.NoMulticast:
+			require.False(t, m.option != "" && r.Packets, "their places are those of multicast")
+		case kernels.MulticastPackets:
+			require.Equal(t, []any{kernels.OneShot, true}, []any{r.Algorithm, r.Packets})
+		default:
 			require.Equal(t, []any{kernels.TwoShot, false, false, false, 0.0}, []any{r.Algorithm, r.Packets, r.Pull, r.Push, r.Rate})
 			require.GreaterOrEqual(t, r.Blocks, leastPipelineBlocks)
 		}
@@ -78,6 +87,8 @@ func TestMulticastIsChosenOnlyWhereItIsAskedForAndAdds(t *testing.T) {
 		{"warps", kernels.AllGather, 64 << 10, kernels.Uint8, kernels.Sum, kernels.WarpPipeline},
 		{"blocks", kernels.AllGather, 64 << 20, kernels.Float8E4M3, kernels.Sum, kernels.BlockPipeline},
 		{"blocks", kernels.Broadcast, 64 << 20, kernels.Uint8, kernels.Sum, kernels.BlockPipeline},
+		{"auto", kernels.AllGather, 64 << 10, kernels.BFloat16, kernels.Sum, kernels.MulticastPackets},
+		{"auto", kernels.Broadcast, 64 << 10, kernels.Uint8, kernels.Sum, kernels.MulticastPackets},
 		{"auto", kernels.AllGather, staging, kernels.BFloat16, kernels.Sum, kernels.WarpPipeline},
 		{"auto", kernels.AllGather, staging + 8, kernels.BFloat16, kernels.Sum, kernels.BlockPipeline},
 		{"warps", kernels.ReduceScatter, 64, kernels.BFloat16, kernels.Sum, kernels.WarpPipeline},
@@ -109,7 +120,12 @@ func TestExplainSaysWhatBecameOfMulticast(t *testing.T) {
 		require.NoError(t, s.choose(r))
 		require.Regexp(t, `^multicast block pipeline \(asked for\); (.|\n)*multicast +no estimate  `+why, s.explain(r).String())
 	}
-	require.Regexp(t, `^one-shot packet \(lowest(.|\n)*multicast +no estimate  packets are taken`, say(s, 64<<10, kernels.Sum))
+	require.Regexp(t, `^multicast packets \(asked for\); (.|\n)*two-shot packet +\+Inf us  packets by multicast take one shot(.|\n)*multicast +no estimate  one store of a packet reaches`,
+		say(s, 64<<10, kernels.Max))
+	require.Regexp(t, `one-shot packet +\+Inf us  more than packets by multicast carry`, say(s, 400<<10, kernels.Max))
+	scatter := gpuReduction(c, kernels.ReduceScatter, 64<<10)
+	require.NoError(t, s.choose(scatter))
+	require.Regexp(t, `^one-shot packet \(lowest(.|\n)*multicast +no estimate  packets are taken`, s.explain(scatter).String())
 	require.Regexp(t, `^two-shot( push)? \(lowest(.|\n)*multicast +\+Inf us  multicast only adds`, say(s, 64<<20, kernels.Max))
 	s.vain = "rank 0: its environment forbids it (NCCL_NVLS_ENABLE=0)"
 	require.Regexp(t, `^two-shot( push)? \(lowest(.|\n)*multicast +\+Inf us  rank 0: its environment`, say(s, 64<<20, kernels.Sum))

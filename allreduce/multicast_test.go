@@ -127,8 +127,9 @@ func TestMulticastReducesLikeTheHost(t *testing.T) {
 		}
 	}
 	heap := memory.Options{SegmentBytes: 1 << 20, Multicast: memory.MulticastByFile}
-	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "warps") })
-	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "blocks") })
+	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "warps", -1) })
+	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "blocks", -1) })
+	worldtest.GPUHeaps(t, 2, heap, func(r *worldtest.Rank) { multicastFaults(r, "auto", 128<<10) }) // by packets
 }
 
 // Halves of all-reduces, and broadcasts, by multicast: every placement of the buffers, slices of one length and of others, of which some are
@@ -197,9 +198,80 @@ func TestMulticastGathersAndScattersLikeTheHost(t *testing.T) {
 	}
 }
 
+// Small calls by packets of multicast: all-reduces of every type and operator, all-gathers and broadcasts, of any length and alignment, on
+// buffers anywhere. Reduce-scatters have other packets, and calls between them are too large for any.
+func TestR1_PacketsByMulticastHaveEveryOperator(t *testing.T) {
+	if !emulated.Kernels(t, "../kernels/cuda") {
+		return
+	}
+	for _, ranks := range []int{2, 3} {
+		worldtest.GPUHeaps(t, ranks, memory.Options{SegmentBytes: 1 << 20, Multicast: memory.MulticastByFile}, func(r *worldtest.Rank) {
+			x, err := allreduce.New(r.Ctx, r.Heap, allreduce.Options{Multicast: "auto", MaxSMs: 3, OneShotBytes: 6 << 10, SlotBytes: 4096, Slots: 2})
+			r.Must(err)
+			y := newYard(r, 64<<10)
+			before := emulated.Launches.Of(r.T, gpuOf(r))
+			r.Barrier()
+			number := 0
+			call := func(j job, p place) {
+				j.number = number
+				number++
+				at, _ := j.slice(r.Rank())
+				r.Must(j.check(y.perform(x, j, p), r.Rank(), ranks, at))
+			}
+			anywhere := func(n int) place {
+				return place{inPlace: n%3 == 0, in: n % 2, out: n / 2 % 2, inAt: int64(n % 5 * r.Rank()), outAt: int64(n % 4)}
+			}
+			n := 0
+			for _, dt := range dtypes {
+				for _, op := range ops {
+					if op.Reducible(dt) {
+						call(job{coll: kernels.AllReduce, dt: dt, op: op, count: []int64{1, 7, 130, 511}[n%4]}, anywhere(n))
+						n++
+					}
+				}
+			}
+			call(job{coll: kernels.AllReduce, dt: kernels.Float32, op: kernels.Sum, count: 1024}, place{}) // the most
+			call(job{coll: kernels.AllReduce, dt: kernels.Float32, op: kernels.Sum}, place{})
+			gather := func(dt kernels.DType, p place, counts ...int64) {
+				j := job{coll: kernels.AllGather, dt: dt}
+				for q := range ranks {
+					j.counts = append(j.counts, counts[q%len(counts)])
+					j.count += j.counts[q]
+				}
+				call(j, p)
+			}
+			for n, dt := range dtypes {
+				gather(dt, anywhere(n), int64(n*37+1), int64(n))
+			}
+			gather(kernels.Uint8, place{}, 4096, 0)
+			for root := range ranks {
+				buf := y.out[root%2].Slice(int64(root), 999)
+				y.write(buf, bytes.Repeat([]byte{byte(r.Rank())}, 999))
+				r.Must(x.Broadcast(y.s, buf, root))
+				require.Equal(r.T, bytes.Repeat([]byte{byte(root)}, 999), y.read(buf))
+			}
+			r.Barrier()
+			launches := emulated.Launches.Of(r.T, gpuOf(r)) - before
+			require.Equal(r.T, ranks*(number+ranks), launches)
+			r.Barrier()
+			call(job{coll: kernels.ReduceScatter, dt: kernels.BFloat16, op: kernels.Sum, plain: true, counts: []int64{100, 100, 100}[:ranks], count: int64(100 * ranks)}, place{})
+			call(job{coll: kernels.AllReduce, dt: kernels.Float32, op: kernels.Max, count: 1025}, place{})
+			call(job{coll: kernels.AllReduce, dt: kernels.Float32, op: kernels.Max, count: 1024}, place{}) // behind another way
+			r.Barrier()
+			require.Equal(r.T, launches+ranks, emulated.Launches.Of(r.T, gpuOf(r))-before)
+			d, err := x.Explain(kernels.AllReduce, 100, kernels.BFloat16)
+			r.Must(err)
+			require.Equal(r.T, []any{kernels.MulticastPackets, true, "one-shot", "multicast"}, []any{d.Multicast, d.Packets, d.Algorithm, d.Way})
+			r.Must(x.Fault())
+			r.Must(x.Close(r.Ctx))
+			y.close()
+		})
+	}
+}
+
 // multicastFaults makes ranks that call different things hear of it and go on (F3), and a rank that waits until its timeout name the other (F1).
-func multicastFaults(r *worldtest.Rank, pipeline string) {
-	o := allreduce.Options{Multicast: pipeline, MaxSMs: 3, OneShotBytes: -1, SlotBytes: 4096, Slots: 2}
+func multicastFaults(r *worldtest.Rank, pipeline string, packets int64) {
+	o := allreduce.Options{Multicast: pipeline, MaxSMs: 3, OneShotBytes: packets, SlotBytes: 4096, Slots: 2}
 	x, err := allreduce.New(r.Ctx, r.Heap, o)
 	r.Must(err)
 	o.Timeout = 500 * time.Microsecond // of a clock that goes 50 ns in every turn of the threads

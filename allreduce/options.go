@@ -55,11 +55,12 @@ type Options struct {
 	Table *Table
 	// Multicast makes calls on GPUs travel by NVLink multicast if it can do them: all-gathers, broadcasts, and reductions that add (R1: sums,
 	// except of uint8 and float8, and averages of float32 and float64); other calls travel as without it. "warps" and "blocks" name the
-	// pipeline for such calls of every size; with "auto" small calls take packets, and the size chooses the pipeline of others. Empty, the
+	// pipeline for such calls of every size; with "auto" small calls take packets, and the size chooses the pipeline of others. Packets of
+	// all-reduces, with any operator, all-gathers and broadcasts are stored on all ranks at once, and carry 2 thirds of OneShotBytes. Empty, the
 	// default, is never. A heap without memory.Options.Multicast makes it an ErrInvalid; if the heap has that option and no multicast, it is
 	// off, and Explain says why. Multicast has never run on hardware: it has been tested on an emulated driver and with its kernels on a
-	// processor. The order in which a switch adds is not known, so results of floats may differ from run to run; all ranks of an all-reduce get
-	// the same bits.
+	// processor. The order in which a switch adds is not known, so results of floats may differ from run to run, but not in packets, which ranks
+	// add themselves; all ranks of an all-reduce get the same bits.
 	Multicast string
 	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
 	// A peer that moves bytes of the communicator's calls is not silent.

@@ -76,9 +76,10 @@ type Pipeline uint8
 
 // The pipelines.
 const (
-	NoMulticast   Pipeline = iota // the call does not go by multicast
-	WarpPipeline                  // every block does all steps, each with some of its warps
-	BlockPipeline                 // every block does one step
+	NoMulticast      Pipeline = iota // the call does not go by multicast
+	WarpPipeline                     // every block does all steps, each with some of its warps
+	BlockPipeline                    // every block does one step
+	MulticastPackets                 // no pipeline: one store of a packet reaches all ranks
 	pipelines
 )
 
@@ -87,7 +88,7 @@ func (p Pipeline) String() string {
 	if p >= pipelines {
 		return fmt.Sprintf("Pipeline(%d)", uint8(p))
 	}
-	return [...]string{"no multicast", "warp pipeline", "block pipeline"}[p]
+	return [...]string{"no multicast", "warp pipeline", "block pipeline", "packets"}[p]
 }
 
 // Multicastable reports whether a pipeline of multicast can do the call: it moves any type, adds, also what becomes an average, and cannot
@@ -139,7 +140,7 @@ type ReduceBounds struct {
 	// Blocks bounds how many blocks a launch has on GPUs. Every rank of a call takes equally many, so all ranks have the same
 	// bound. The host device has none.
 	Blocks int
-	// Multicast has the engine be ready for reductions by multicast.
+	// Multicast has the engine be ready for reductions by multicast. Packets that gather then travel so, and in one shot.
 	Multicast bool
 	// Hosts is for ranks on several hosts; nil on one.
 	Hosts *Hosts
@@ -173,6 +174,9 @@ func (b *PlanBounds) Add(p *plan.Checked) {
 	}
 	b.SlotBytes = min(max(planStaging/chunks/smallestPlanSlot*smallestPlanSlot, smallestPlanSlot), largestPlanSlot)
 }
+
+// MulticastPacketBytes bounds a message of packets by multicast. Of 8 bytes of theirs 4 are data, of 16 bytes of other packets 12.
+func (c *ReduceBounds) MulticastPacketBytes() int64 { return c.OneShotBytes / 3 * 2 }
 
 // Family is "allreduce".
 func (c *ReduceBounds) Family() string { return "allreduce" }
@@ -246,8 +250,8 @@ type Reduction struct {
 	Blocks              int
 	// Rate holds what a rank reads and writes of its peers' memory on a GPU to this many GB/s together; 0 lets it go as fast as it can.
 	Rate float64
-	// Multicast has a call that is Multicastable go by multicast, in two shots. All ranks of a call have the same. Only GPUs do that, on a heap
-	// with Space.Multicast.
+	// Multicast has a call that is Multicastable go by multicast, in two shots, or a call of one shot whose Packets gather. All ranks of a call
+	// have the same. Only GPUs do that, on a heap with Space.Multicast.
 	Multicast Pipeline
 	// Bounds has one entry more than there are ranks: the slice of rank p is elements Bounds[p] up to Bounds[p+1].
 	Bounds []int64

@@ -109,8 +109,26 @@ func TestMulticastThatCannotRunIsRefused(t *testing.T) {
 		change(&a)
 		require.ErrorContains(t, x.validate(&a), says)
 	}
+	packets := good
+	packets.Algorithm, packets.Packets, packets.Multicast = kernels.OneShot, true, kernels.MulticastPackets
+	packets.Call.Op, packets.Call.Count, packets.Bounds = kernels.Max, 333, []int64{0, 166, 333} // 666 bytes are the most
+	require.NoError(t, x.validate(&packets))
+	for says, change := range map[string]func(a *kernels.Reduction){
+		"packets of multicast of 668 bytes, at most 666": func(a *kernels.Reduction) { a.Call.Count, a.Bounds = 334, []int64{0, 166, 334} },
+		"(two-shot) by packets of multicast":             func(a *kernels.Reduction) { a.Algorithm = kernels.TwoShot },
+		"reduce-scatter (max)":                           func(a *kernels.Reduction) { a.Call.Collective = kernels.ReduceScatter },
+		"beside those of multicast":                      func(a *kernels.Reduction) { a.Multicast = kernels.NoMulticast },
+	} {
+		a := packets
+		change(&a)
+		require.ErrorContains(t, x.validate(&a), says)
+	}
+	scatter := packets
+	scatter.Call.Collective, scatter.Multicast = kernels.ReduceScatter, kernels.NoMulticast
+	require.NoError(t, x.validate(&scatter), "whose packets have other places")
 	x.c.Multicast = false
 	require.ErrorContains(t, x.validate(&good), "bounds without it")
+	require.ErrorContains(t, x.validate(&packets), "bounds without it")
 }
 
 // The kernels' record holds the flags of a call and the number of blocks next to the call itself.

@@ -364,6 +364,27 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"averages are sums": {
 			"if (end.op != SW_OP_AVG)\n\t\t\treturn v;", "if (end.op != SW_OP_PROD)\n\t\t\treturn v;",
 		},
+		"half of two packets is taken for both": {
+			"all &= p.a >> 32 == flag && p.b >> 32 == flag;", "all &= p.a >> 32 == flag;",
+		},
+		"the second two packets of a lane are not looked at": {
+			"two(place + wire + 512, v.z, v.w);", "{ bool before = all; two(place + wire + 512, v.z, v.w); all = before; }",
+		},
+		"packets by multicast of two calls share a place": {
+			"a.block.results + (packet::parity(epoch) * a.world.size + src) * a.block.packet_stride;", "a.block.results + src * a.block.packet_stride;",
+		},
+		"packets by multicast lie where those of other ranks do": {
+			"x.put(multicast + place(a.world.rank),", "x.put(multicast + place(0),",
+		},
+		"packets by multicast become a result before the ranks' calls have been compared": {
+			"if (!go_on(good))\n\t\t\t\treturn;\n\t\t\tx.store", "if (!good)\n\t\t\t\treturn;\n\t\t\tx.store",
+		},
+		"packets of this call are wiped": {
+			"(used + SW_PACKET_GROUP_BYTES - 1) / SW_PACKET_GROUP_BYTES)", "0 * used)",
+		},
+		"a slice that a rank keeps does not get to its output": {
+			"else if (p.take())\n\t\t\tp.keep();", "else\n\t\t\tp.take();",
+		},
 		// in place of the second reducer's words, which lie in its control block, those of the first, whose block begins at 65536
 		"two reducers have one set of lines": {
 			"* a.lines + row) * SW_REDUCE_LINE_BYTES + which}", "* a.lines + row) * SW_REDUCE_LINE_BYTES + which - a.world.control + 65536}",

@@ -36,5 +36,6 @@ func TestTheKernelsOfMulticastLoad(t *testing.T) {
 	require.NoError(t, err)
 	require.NotZero(t, k.warps)
 	require.NotZero(t, k.blocks)
+	require.NotZero(t, k.packets)
 	require.GreaterOrEqual(t, k.limit, maxReduceBlocks)
 }

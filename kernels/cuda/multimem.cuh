@@ -25,6 +25,15 @@ __device__ __forceinline__ void multimem_store([[maybe_unused]] u64 p, [[maybe_u
 #endif
 }
 
+// 8 bytes on every rank, where they arrive as a whole: PTX has scalars of 64 bits single-copy atomic, and of a vector
+// no more than its elements.
+__device__ __forceinline__ void multimem_store_packet([[maybe_unused]] u64 p, [[maybe_unused]] u64 v)
+{
+#if __CUDA_ARCH__ >= 900
+	asm volatile("multimem.st.relaxed.sys.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+#endif
+}
+
 // Outputs that are written before the address has been used for the last time are marked so.
 //
 // multimem_sum<type> is 16 bytes, each element the sum of all ranks'. Those of 16 bits are added in float32 and rounded

@@ -46,6 +46,7 @@ const std::map<std::string, kernel> kernels = {
     {"allreduce", kernel_of(SW_REDUCE_THREADS, allreduce)},
     {"allreduce_multicast_warps", kernel_of(SW_MULTICAST_THREADS, allreduce_multicast_warps)},
     {"allreduce_multicast_blocks", kernel_of(SW_MULTICAST_THREADS, allreduce_multicast_blocks)},
+    {"allreduce_multicast_packets", kernel_of(SW_MULTICAST_THREADS, allreduce_multicast_packets)},
     {"all_gather", kernel_of(64, all_gather)},
     {"p2p_move", kernel_of(SW_POINT_THREADS, p2p_move)},
     {"p2p_signal", kernel_of(SW_POINT_WAITERS, p2p_signal)},

@@ -31,7 +31,9 @@ std::vector<u64> reached(u64 p)
 	return all;
 }
 
-bool by_multicast(const call &c) { return (c.flags & (SW_REDUCE_WARPS | SW_REDUCE_BLOCKS)) != 0; }
+constexpr u32 any_multicast = SW_REDUCE_WARPS | SW_REDUCE_BLOCKS; // both: by packets
+
+bool by_multicast(const call &c) { return (c.flags & any_multicast) != 0; }
 
 void start_any(const world &w, u32 rank, const job &j, std::vector<emu::block *> &blocks)
 {
@@ -41,11 +43,11 @@ void start_any(const world &w, u32 rank, const job &j, std::vector<emu::block *>
 	}
 	auto m = std::make_shared<sw_multicast_args>(
 	    sw_multicast_args{arguments(w, j.c, j.ranks[rank], rank), nowhere_near});
-	bool warps = (j.c.flags & SW_REDUCE_WARPS) != 0;
+	auto kernel = j.c.packets                          ? allreduce_multicast_packets
+	              : (j.c.flags & SW_REDUCE_WARPS) != 0 ? allreduce_multicast_warps
+	                                                   : allreduce_multicast_blocks;
 	for (u32 i = 0; i < j.c.blocks; i++)
-		blocks.push_back(launch(rank, i, j.c.blocks, SW_MULTICAST_THREADS, 0, [m, warps] {
-			warps ? allreduce_multicast_warps(*m) : allreduce_multicast_blocks(*m);
-		}));
+		blocks.push_back(launch(rank, i, j.c.blocks, SW_MULTICAST_THREADS, 0, [m, kernel] { kernel(*m); }));
 }
 
 // Runs the ranks' calls, each at its own pace; done is called when a rank has ended one.
@@ -85,20 +87,29 @@ job multicast_job(const world &w)
 	job j;
 	call &c = j.c;
 	c.collective = 1 + draw(3);
-	c.type = c.reduces() ? types[draw(6)] : draw(9);
-	c.op = c.reduces() && (c.type == SW_TYPE_FLOAT32 || c.type == SW_TYPE_FLOAT64) && draw(3) == 0 ? SW_OP_AVG
-	                                                                                               : SW_OP_SUM;
-	c.flags = draw(2) ? SW_REDUCE_WARPS : SW_REDUCE_BLOCKS;
-	c.packets = false;
+	c.packets = c.gathers() && draw(3) == 0;
+	c.type = c.reduces() && !c.packets ? types[draw(6)] : draw(9);
+	bool own = c.type == SW_TYPE_FLOAT32 || c.type == SW_TYPE_FLOAT64, integers = c.type <= SW_TYPE_INT64;
+	c.op = SW_OP_SUM;
+	if (c.reduces() && (c.packets || own) && draw(3) == 0)
+		c.op = c.packets ? draw(5) : SW_OP_AVG;
+	if (integers && c.op == SW_OP_AVG)
+		c.op = SW_OP_MAX;
+	c.flags = c.packets ? any_multicast | (c.reduces() ? SW_REDUCE_ONE_SHOT : 0)
+	          : draw(2) ? SW_REDUCE_WARPS
+	                    : SW_REDUCE_BLOCKS;
 	c.interval = 0;
 	c.blocks = 3 + draw(w.lines - 2);
 	u32 es = element_bytes[c.type];
 	bool whole = draw(2) != 0;
 	u32 kind = draw(4), only = draw(w.size);
-	i64 most = draw(5) == 0 ? 40 : 90000 / es / (kind == 2 ? 1 : w.size), equal = draw(static_cast<u32>(most));
+	i64 room = !c.packets    ? 90000 / (kind == 2 ? 1 : w.size)
+	           : c.reduces() ? static_cast<i64>(w.block.packet_stride / 2) / w.size
+	                         : static_cast<i64>(w.block.packet_stride / 2);
+	i64 most = draw(5) == 0 ? 40 : room / es, equal = draw(static_cast<u32>(most + 1));
 	c.bounds.assign(1, 0);
 	for (u32 p = 0; p < w.size; p++) {
-		i64 n = kind == 0 ? draw(static_cast<u32>(most)) : kind == 2 && p != only ? 0 : equal;
+		i64 n = kind == 0 ? draw(static_cast<u32>(most + 1)) : kind == 2 && p != only ? 0 : equal;
 		if (whole)
 			n = n / (16 / es) * (16 / es);
 		c.bounds.push_back(c.bounds.back() + n * es);
@@ -138,7 +149,15 @@ void part_buffers(job &j, u32 r)
 		k.dst = k.src + (j.c.bytes() + 511) / 256 * 256;
 }
 
-job any_job(const world &w) { return draw(3) != 0 ? multicast_job(w) : random_job(w); }
+// A call in any way that there is with multicast: packets that gather are those of multicast.
+job any_job(const world &w)
+{
+	if (draw(3) != 0)
+		return multicast_job(w);
+	for (;;)
+		if (job j = random_job(w); !j.c.packets || !j.c.gathers())
+			return j;
+}
 
 std::vector<stream> streams_of(const world &w, const job *j, u32 times)
 {
@@ -197,10 +216,11 @@ bool multicast_disagreement()
 	u32 odd = draw(w.size), es = element_bytes[j.c.type];
 	switch (draw(3)) {
 	case 0:
-		other.c.flags ^= SW_REDUCE_WARPS | SW_REDUCE_BLOCKS;
+		other.c.flags = j.c.flags == SW_REDUCE_WARPS ? SW_REDUCE_BLOCKS : SW_REDUCE_WARPS;
+		other.c.packets = false;
 		break;
 	case 1:
-		other.c.flags = 0;
+		other.c.flags = 0, other.c.packets = false;
 		other.ranks[odd].wrong = 2; // of the operator
 		break;
 	default:

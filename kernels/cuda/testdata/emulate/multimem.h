@@ -10,10 +10,10 @@ namespace emu {
 // knows, and ends at any other address.
 inline std::vector<u64> (*multicast)(u64 p);
 
-// The same for an instruction, which may use whole vectors.
-inline std::vector<u64> reached(u64 p)
+// The same for an instruction, which may use what is aligned.
+inline std::vector<u64> reached(u64 p, u32 bytes)
 {
-	if (p % 16 != 0) {
+	if (p % bytes != 0) {
 		printf("multimem at %#llx\n", static_cast<unsigned long long>(p));
 		exit(1);
 	}
@@ -28,8 +28,16 @@ inline void fence_alias() {}
 
 inline void multimem_store(u64 p, uint4 v)
 {
-	for (u64 to : emu::reached(p)) {
+	for (u64 to : emu::reached(p, 16)) {
 		at<uint4>(to) = v;
+		emu::yield_seldom();
+	}
+}
+
+inline void multimem_store_packet(u64 p, u64 v)
+{
+	for (u64 to : emu::reached(p, 8)) {
+		at<u64>(to) = v;
 		emu::yield_seldom();
 	}
 }
@@ -39,7 +47,7 @@ template <typename Wide, int count, typename Get, typename Put> uint4 multimem_f
 {
 	Wide sum[count];
 	bool first = true;
-	for (u64 from : emu::reached(p)) {
+	for (u64 from : emu::reached(p, 16)) {
 		uint4 v = at<uint4>(from);
 		for (int i = 0; i < count; i++)
 			sum[i] = first ? get(v, i) : static_cast<Wide>(sum[i] + get(v, i));
