@@ -5,6 +5,7 @@ import (
 	"flag"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -144,4 +145,15 @@ func TestPlacesAreRead(t *testing.T) {
 func TestEstimate(t *testing.T) {
 	p := &plan.Plan{Bytes: []int64{100, 300}, Microseconds: []float64{1, 5}}
 	require.Equal(t, []float64{1, 1, 3, 5, 10}, []float64{p.Estimate(0), p.Estimate(100), p.Estimate(200), p.Estimate(300), p.Estimate(600)})
+}
+
+// Steps whose places are parts of one list stay as they are.
+func TestACheckLeavesStepsAlone(t *testing.T) {
+	p := plans.OneShotAllReduce(3)
+	last := &p.Programs[0][len(p.Programs[0])-1]
+	all := append(slices.Clone(last.From), plan.At(plan.Input, 7))
+	last.From = all[:3]
+	_, err := plan.Check(p)
+	require.NoError(t, err)
+	require.Equal(t, plan.At(plan.Input, 7), all[3])
 }

@@ -7,6 +7,7 @@ import (
 	"io"
 	"math"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -327,7 +328,7 @@ func (p *Plan) step(rank int, s Step) error {
 	case s.Do == Put && s.To.Rank < 0, s.Do != Put && s.To.Rank >= 0:
 		return invalid("a %s to %v: puts write another rank, copies and reductions their own", s.Do, *s.To)
 	}
-	for i, at := range append(s.From, *s.To) {
+	for i, at := range append(slices.Clip(s.From), *s.To) {
 		switch {
 		case at.Buffer >= Buffers || at.Chunk < 0 || at.Chunk >= p.chunks(at.Buffer):
 			return invalid("a %s with %v, of which there are %d chunks", s.Do, at, p.chunks(at.Buffer))
