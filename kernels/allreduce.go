@@ -144,35 +144,39 @@ type ReduceBounds struct {
 	Multicast bool
 	// Hosts is for ranks on several hosts; nil on one.
 	Hosts *Hosts
-	// Plans is the room for plans, all zero without any. Only the host engine runs them.
+	// Plans is the room for plans, all zero without any.
 	Plans PlanBounds
 }
 
-// PlanBounds is what the plans of a communicator need at most.
+// PlanBounds is the plans of a communicator, and what they need at most.
 type PlanBounds struct {
+	List []*plan.Checked
 	// Semaphores is how many there are from a rank to another, Chunks how many chunks a rank has of each buffer.
 	Semaphores int
 	Chunks     [plan.Buffers]int
-	// SlotBytes is how much of a chunk moves at once.
+	// SlotBytes is how much of a chunk moves at once through staging.
 	SlotBytes int64
 }
 
-// The default of PlanBounds.SlotBytes: chunks together take at most planStaging, unless least is more.
-const (
-	planStaging      = 16 << 20
-	largestPlanSlot  = 256 << 10
-	smallestPlanSlot = 4 << 10
-)
-
 // Add makes room for a plan.
 func (b *PlanBounds) Add(p *plan.Checked) {
+	b.List = append(b.List, p)
 	b.Semaphores = max(b.Semaphores, p.Semaphores)
-	chunks := int64(0)
 	for i := range plan.Buffers {
 		b.Chunks[i] = max(b.Chunks[i], p.Chunks(i))
-		chunks += int64(b.Chunks[i])
 	}
-	b.SlotBytes = min(max(planStaging/chunks/smallestPlanSlot*smallestPlanSlot, smallestPlanSlot), largestPlanSlot)
+}
+
+// DefaultSlots fills in SlotBytes where it is 0 and there are plans: a multiple of least, so that chunks together take at most room if that is
+// enough for the least.
+func (b *PlanBounds) DefaultSlots(room, largest, least int64) {
+	chunks := int64(0)
+	for _, n := range b.Chunks {
+		chunks += int64(n)
+	}
+	if b.SlotBytes == 0 && chunks > 0 {
+		b.SlotBytes = min(max(room/chunks/least*least, least), largest)
+	}
 }
 
 // MulticastPacketBytes bounds a message of packets by multicast. Of 8 bytes of theirs 4 are data, of 16 bytes of other packets 12.

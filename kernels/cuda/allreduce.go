@@ -22,6 +22,12 @@ type reductions struct {
 	k         *reductionKernels
 	multicast *multicastKernels // nil without Multicast
 	args      multicastArgs
+
+	// With plans:
+	interpreter *planKernels
+	planned     planBlock
+	programs    []program
+	plan        planArgs
 }
 
 // The defaults of reductions on GPUs. Packets of all ranks together take the same room however many ranks there are; on 2 H200 one shot of
@@ -45,6 +51,7 @@ func (x *reductions) defaults(multiprocessors, free int) {
 	c.OneShotBytes = kernels.Default(c.OneShotBytes, max(reducePacketRoom/int64(max(c.Size, 2)), minReducePackets))
 	c.Blocks = max(1, min(int(kernels.Default(int64(c.Blocks), int64(min(maxReduceBlocks, free)))), multiprocessors))
 	c.DefaultSlots(reduceSlots, reduceStaging, maxReduceChunk, 2*c.Size*c.Blocks)
+	c.Plans.DefaultSlots(c.StagingBytes, largestPlanSlot, max(int64(c.Blocks)*planGrain, leastPlanSlot))
 }
 
 func (x *reductions) members() int { return x.c.Size }
@@ -57,6 +64,8 @@ func (x *reductions) check() error {
 		return fmt.Errorf("kernels: allreduce: %d slots: the CUDA engine has 2 to %d", c.Slots, reduceMaxSlots)
 	case c.SlotBytes < tileBytes || c.SlotBytes%tileBytes != 0 || c.SlotBytes > 1<<30:
 		return fmt.Errorf("kernels: allreduce: slots of %d bytes: those of the CUDA engine have a multiple of %d, at most %d", c.SlotBytes, tileBytes, 1<<30)
+	case len(c.Plans.List) > 0 && (c.Plans.SlotBytes < int64(c.Blocks)*planGrain || c.Plans.SlotBytes%kernels.LineBytes != 0):
+		return fmt.Errorf("kernels: allreduce: slots of %d bytes for plans in %d blocks: each has at least %d of them", c.Plans.SlotBytes, c.Blocks, planGrain)
 	}
 	return nil
 }
@@ -68,6 +77,10 @@ func (x *reductions) block() reduceBlock {
 
 func (x *reductions) layout() kernels.Layout {
 	b := x.block()
+	if len(x.c.Plans.List) > 0 {
+		p := x.planBlock()
+		return kernels.Layout{Bytes: p.end - x.offset, Zero: p.programs - x.offset}
+	}
 	return kernels.Layout{Bytes: b.end - x.offset, Zero: b.inputSlots - x.offset}
 }
 
@@ -92,6 +105,12 @@ func (x *reductions) load(e *Engine) (err error) {
 			return err
 		}
 		n = min(n, x.multicast.limit)
+	}
+	if len(x.c.Plans.List) > 0 {
+		if x.interpreter, err = loadOnce[planKernels](e); err != nil {
+			return err
+		}
+		n = min(n, x.interpreter.limit)
 	}
 	if x.c.Blocks > n {
 		return fmt.Errorf("%d blocks, of which %d run at once", x.c.Blocks, n)
@@ -119,6 +138,10 @@ func (x *reductions) add(p *port, op kernels.Operation) error {
 	if err := x.validate(a); err != nil {
 		return err
 	}
+	if a.Algorithm == kernels.Planned {
+		x.addPlan(p, a)
+		return nil
+	}
 	l := cuda.Launch{Function: x.k.reduce, Grid: [3]uint32{uint32(a.Blocks), 1, 1}, Block: [3]uint32{reduceThreads, 1, 1}, Flags: p.e.flags, Args: cuda.BytesOf(&x.args.reduce)}
 	if a.Packets {
 		l.Function, l.Block = x.k.packet, [3]uint32{reducePacketThreads, 1, 1}
@@ -136,6 +159,12 @@ func (x *reductions) validate(a *kernels.Reduction) error {
 	if len(a.Bounds) != c.Size+1 {
 		return fmt.Errorf("kernels: allreduce: %d bounds for %d ranks", len(a.Bounds), c.Size)
 	}
+	if a.Blocks < 1 || a.Blocks > c.Blocks {
+		return fmt.Errorf("kernels: allreduce: %d blocks, want 1 to %d", a.Blocks, c.Blocks)
+	}
+	if a.Algorithm == kernels.Planned {
+		return x.validatePlan(a)
+	}
 	message := a.Longest() * a.Call.DType.Size()
 	if a.Algorithm == kernels.OneShot {
 		message = a.PushBytes()
@@ -145,8 +174,6 @@ func (x *reductions) validate(a *kernels.Reduction) error {
 		return fmt.Errorf("kernels: allreduce: the CUDA engine has no %v without packets", a.Algorithm)
 	case a.Packets && message > c.OneShotBytes:
 		return fmt.Errorf("kernels: allreduce: packets of %d bytes, at most %d", message, c.OneShotBytes)
-	case a.Blocks < 1 || a.Blocks > c.Blocks:
-		return fmt.Errorf("kernels: allreduce: %d blocks, want 1 to %d", a.Blocks, c.Blocks)
 	case !a.Packets && (message+c.SlotBytes-1)/c.SlotBytes > int64(a.Blocks)*kernels.MaxChunks:
 		return fmt.Errorf("kernels: allreduce: %d bytes for one peer are too many chunks of %d", message, c.SlotBytes)
 	case !(a.Rate >= 0):

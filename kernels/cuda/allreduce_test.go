@@ -8,6 +8,8 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/kernels/plan"
+	"github.com/switchyard-moe/switchyard/test/plans"
 )
 
 func TestReductionDefaultsFitTheirBounds(t *testing.T) {
@@ -129,6 +131,70 @@ func TestMulticastThatCannotRunIsRefused(t *testing.T) {
 	x.c.Multicast = false
 	require.ErrorContains(t, x.validate(&good), "bounds without it")
 	require.ErrorContains(t, x.validate(&packets), "bounds without it")
+}
+
+// withPlan are bounds of two ranks with a plan, completed.
+func withPlan(t *testing.T) (*kernels.ReduceBounds, *plan.Checked) {
+	t.Helper()
+	p, err := plan.Check(plans.RingAllReduce(2))
+	require.NoError(t, err)
+	c := &kernels.ReduceBounds{Size: 2, Blocks: 8}
+	c.Plans.Add(p)
+	newReductions(c, 0).defaults(132, 96)
+	return c, p
+}
+
+func TestPlansThatCannotRunAreRefused(t *testing.T) {
+	c, p := withPlan(t)
+	other, err := plan.Check(plans.RingAllReduce(2))
+	require.NoError(t, err)
+	x := newReductions(c, 0)
+	require.NoError(t, x.check())
+	x.layout()
+	good := kernels.Reduction{Family: c, Call: kernels.ReduceCall{Collective: kernels.AllReduce, DType: kernels.Float32, Count: 250},
+		Algorithm: kernels.Planned, Plan: p, Bounds: []int64{0, 125, 250}, Blocks: 8, Launched: kernels.Launched{Timeout: time.Second}}
+	require.NoError(t, x.validate(&good))
+	for says, change := range map[string]func(a *kernels.Reduction){
+		"not in the bounds": func(a *kernels.Reduction) { a.Plan = other },
+		"packets true":      func(a *kernels.Reduction) { a.Packets = true },
+		"rate 100":          func(a *kernels.Reduction) { a.Rate = 100 },
+		"0 blocks":          func(a *kernels.Reduction) { a.Blocks = 0 },
+		"9 blocks":          func(a *kernels.Reduction) { a.Blocks = 9 },
+		"more parts than":   func(a *kernels.Reduction) { a.Call.Count = 1 << 50 },
+	} {
+		a := good
+		change(&a)
+		require.ErrorContains(t, x.validate(&a), says)
+	}
+	c.Plans.SlotBytes = 7 * planGrain
+	require.ErrorContains(t, newReductions(c, 0).check(), "slots of 896 bytes for plans in 8 blocks")
+}
+
+// Semaphores are zero before the first call; programs and slots lie behind them.
+func TestPlansHaveRoomBehindReductions(t *testing.T) {
+	c, p := withPlan(t)
+	x := newReductions(c, 4096)
+	l, r, b := x.layout(), x.block(), x.planBlock()
+	require.Equal(t, kernels.Layout{Bytes: b.end - 4096, Zero: b.programs - 4096}, l)
+	require.LessOrEqual(t, r.end, b.semaphores)
+	require.Equal(t, b.semaphores+2*int64(p.Semaphores+1)*8*lineBytes, b.programs)
+	require.Equal(t, b.programs, x.programs[0].at)
+	require.LessOrEqual(t, x.programs[0].at+x.programs[0].bytes, b.inputs)
+	require.LessOrEqual(t, b.end-b.inputs, c.StagingBytes)
+	require.Equal(t, b.end, b.scratch+int64(p.Plan.Scratch)*c.Plans.SlotBytes)
+}
+
+// A step as the kernel reads it: signals are counted by semaphore, and places name ranks.
+func TestAPlanIsEncoded(t *testing.T) {
+	_, p := withPlan(t)
+	steps, words := encode(p, 1)
+	require.Equal(t, planStep{kind: planCopy, to: planScratch << planPlaceBuffer, rows: 1, chunk: 1}, steps[0])
+	require.Equal(t, uint32(planInput<<planPlaceBuffer|1<<planPlaceRank|1), words[0])
+	require.Equal(t, planStep{kind: planSignal, number: 1, total: 2}, steps[1])
+	require.Equal(t, planStep{kind: planWait, number: 1, total: 2}, steps[2])
+	require.Equal(t, planStep{kind: planReduce, to: planOutput<<planPlaceBuffer | 1<<planPlaceRank, first: 1, rows: 2, last: 1}, steps[3])
+	require.Equal(t, uint32(2), steps[5].number)
+	require.Len(t, text(steps, words), len(steps)*40+len(words)*4)
 }
 
 // The kernels' record holds the flags of a call and the number of blocks next to the call itself.

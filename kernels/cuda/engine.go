@@ -214,8 +214,10 @@ func (e *Engine) Open(f kernels.Family, offset int64) (kernels.Port, error) {
 	if err != nil {
 		return nil, err
 	}
-	if d, ok := x.(*devices); ok {
-		return d.opened(p)
+	if o, ok := x.(interface {
+		opened(p *port) (kernels.Port, error)
+	}); ok {
+		return o.opened(p)
 	}
 	return p, nil
 }

@@ -19,6 +19,8 @@ const (
 	defaultReduceSlots   = 4
 	defaultReduceStaging = 16 << 20
 	maxReduceSlotBytes   = 64 << 10
+	maxPlanSlotBytes     = 256 << 10
+	minPlanSlotBytes     = 4 << 10
 )
 
 func newReductions(c *kernels.ReduceBounds, offset int64) family {
@@ -31,6 +33,7 @@ func newReductions(c *kernels.ReduceBounds, offset int64) family {
 func reduceDefaults(c *kernels.ReduceBounds) {
 	c.OneShotBytes, c.Blocks = kernels.Default(c.OneShotBytes, defaultOneShotBytes), 0
 	c.DefaultSlots(defaultReduceSlots, defaultReduceStaging, maxReduceSlotBytes, c.Size+1)
+	c.Plans.DefaultSlots(c.StagingBytes, maxPlanSlotBytes, minPlanSlotBytes)
 }
 
 func (f *reductions) defaults() { reduceDefaults(f.c.ReduceBounds) }

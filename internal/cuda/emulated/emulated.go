@@ -1,6 +1,7 @@
 // Package emulated runs tests on a CUDA driver that needs no GPU (testdata/driver.cpp): memory, its handles and mappings, multicast
-// objects, streams that run at once, and kernels, which do nothing or, those of exchanges, of reductions, of rings and one of a user's, run on the processor. It
-// counts who refers to what, refuses what the driver's documentation forbids, and fails on demand. Only files of tests import it.
+// objects, streams that run at once, and kernels, which do nothing or, those of exchanges, of reductions and plans, of rings and one of a
+// user's, run on the processor. It counts who refers to what, refuses what the driver's documentation forbids, and fails on demand. Only
+// files of tests import it.
 package emulated
 
 import (
@@ -140,8 +141,9 @@ func Driver(t *testing.T) bool {
 	return run(t, nil)
 }
 
-// Kernels is Driver for a test that has kernels of exchanges, of reductions, of rings, between two ranks, or the one of examples/kernels run,
-// whose sources are in folder, kernels/cuda from the module's root. A processor takes turns among all of their threads, so the fewer the better.
+// Kernels is Driver for a test that has kernels of exchanges, of reductions, of plans, of rings, between two ranks, or the one of
+// examples/kernels run, whose sources are in folder, kernels/cuda from the module's root. A processor takes turns among all of their threads,
+// so the fewer the better.
 func Kernels(t *testing.T, folder string) bool {
 	t.Helper()
 	if runtime.GOARCH != "amd64" {

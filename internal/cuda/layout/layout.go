@@ -5,6 +5,7 @@
 package layout
 
 // #include "args.h"
+// #include "plans.h"
 // #include "rails.h"
 // #include "messages.h"
 import "C"
@@ -74,89 +75,6 @@ func Of() map[string]int {
 		m["point_args.peer"] = int(unsafe.Offsetof(s.peer))
 		m["point_args.semaphore"] = int(unsafe.Offsetof(s.semaphore))
 		m["point_args.semaphores"] = int(unsafe.Offsetof(s.semaphores))
-	}
-	{
-		var s C.struct_sw_put
-		m["put"] = int(unsafe.Sizeof(s))
-		m["put.place"] = int(unsafe.Offsetof(s.place))
-		m["put.source"] = int(unsafe.Offsetof(s.source))
-		m["put.bytes"] = int(unsafe.Offsetof(s.bytes))
-		m["put.signal"] = int(unsafe.Offsetof(s.signal))
-		m["put.peer"] = int(unsafe.Offsetof(s.peer))
-		m["put.number"] = int(unsafe.Offsetof(s.number))
-		m["put.rest"] = int(unsafe.Offsetof(s.rest))
-	}
-	{
-		var s C.struct_sw_queue
-		m["queue"] = int(unsafe.Sizeof(s))
-		m["queue.head"] = int(unsafe.Offsetof(s.head))
-		m["queue.next"] = int(unsafe.Offsetof(s.next))
-		m["queue.slots"] = int(unsafe.Offsetof(s.slots))
-	}
-	{
-		var s C.struct_sw_ring
-		m["ring"] = int(unsafe.Sizeof(s))
-		m["ring.slots"] = int(unsafe.Offsetof(s.slots))
-		m["ring.sources"] = int(unsafe.Offsetof(s.sources))
-		m["ring.landed"] = int(unsafe.Offsetof(s.landed))
-		m["ring.given"] = int(unsafe.Offsetof(s.given))
-		m["ring.state"] = int(unsafe.Offsetof(s.state))
-		m["ring.slot_bytes"] = int(unsafe.Offsetof(s.slot_bytes))
-		m["ring.slot_count"] = int(unsafe.Offsetof(s.slot_count))
-		m["ring.gives"] = int(unsafe.Offsetof(s.gives))
-		m["ring.peer"] = int(unsafe.Offsetof(s.peer))
-		m["ring.name"] = int(unsafe.Offsetof(s.name))
-	}
-	{
-		var s C.struct_sw_rail
-		m["rail"] = int(unsafe.Sizeof(s))
-		m["rail.queue"] = int(unsafe.Offsetof(s.queue))
-		m["rail.segment"] = int(unsafe.Offsetof(s.segment))
-	}
-	{
-		var s C.struct_sw_across
-		m["across"] = int(unsafe.Sizeof(s))
-		m["across.next"] = int(unsafe.Offsetof(s.next))
-		m["across.refused"] = int(unsafe.Offsetof(s.refused))
-		m["across.ended"] = int(unsafe.Offsetof(s.ended))
-		m["across.rest"] = int(unsafe.Offsetof(s.rest))
-		m["across.out"] = int(unsafe.Offsetof(s.out))
-		m["across.in"] = int(unsafe.Offsetof(s.in))
-		m["across.splits"] = int(unsafe.Offsetof(s.splits))
-	}
-	{
-		var s C.struct_sw_across_peer
-		m["across_peer"] = int(unsafe.Sizeof(s))
-		m["across_peer.rank"] = int(unsafe.Offsetof(s.rank))
-		m["across_peer.theirs"] = int(unsafe.Offsetof(s.theirs))
-		m["across_peer.send_bytes"] = int(unsafe.Offsetof(s.send_bytes))
-		m["across_peer.send_offset"] = int(unsafe.Offsetof(s.send_offset))
-		m["across_peer.recv_bytes"] = int(unsafe.Offsetof(s.recv_bytes))
-		m["across_peer.recv_offset"] = int(unsafe.Offsetof(s.recv_offset))
-	}
-	{
-		var s C.struct_sw_across_args
-		m["across_args"] = int(unsafe.Sizeof(s))
-		m["across_args.world"] = int(unsafe.Offsetof(s.world))
-		m["across_args.rail"] = int(unsafe.Offsetof(s.rail))
-		m["across_args.src"] = int(unsafe.Offsetof(s.src))
-		m["across_args.dst"] = int(unsafe.Offsetof(s.dst))
-		m["across_args.src_bytes"] = int(unsafe.Offsetof(s.src_bytes))
-		m["across_args.dst_bytes"] = int(unsafe.Offsetof(s.dst_bytes))
-		m["across_args.splits"] = int(unsafe.Offsetof(s.splits))
-		m["across_args.words"] = int(unsafe.Offsetof(s.words))
-		m["across_args.rings"] = int(unsafe.Offsetof(s.rings))
-		m["across_args.slot_bytes"] = int(unsafe.Offsetof(s.slot_bytes))
-		m["across_args.slot_count"] = int(unsafe.Offsetof(s.slot_count))
-		m["across_args.gives"] = int(unsafe.Offsetof(s.gives))
-		m["across_args.ranks"] = int(unsafe.Offsetof(s.ranks))
-		m["across_args.me"] = int(unsafe.Offsetof(s.me))
-		m["across_args.count"] = int(unsafe.Offsetof(s.count))
-		m["across_args.rest"] = int(unsafe.Offsetof(s.rest))
-		m["across_args.peers"] = int(unsafe.Offsetof(s.peers))
-		m["across_args.to"] = int(unsafe.Offsetof(s.to))
-		m["across_args.from"] = int(unsafe.Offsetof(s.from))
-		m["across_args.home"] = int(unsafe.Offsetof(s.home))
 	}
 	{
 		var s C.struct_sw_result_part
@@ -323,82 +241,6 @@ func Of() map[string]int {
 		m["mask_args.control"] = int(unsafe.Offsetof(s.control))
 	}
 	{
-		var s C.struct_sw_message_block
-		m["message_block"] = int(unsafe.Sizeof(s))
-		m["message_block.control"] = int(unsafe.Offsetof(s.control))
-		m["message_block.anyone"] = int(unsafe.Offsetof(s.anyone))
-		m["message_block.headers"] = int(unsafe.Offsetof(s.headers))
-		m["message_block.states"] = int(unsafe.Offsetof(s.states))
-		m["message_block.filled"] = int(unsafe.Offsetof(s.filled))
-		m["message_block.payload"] = int(unsafe.Offsetof(s.payload))
-		m["message_block.answers"] = int(unsafe.Offsetof(s.answers))
-		m["message_block.drained"] = int(unsafe.Offsetof(s.drained))
-		m["message_block.complaints"] = int(unsafe.Offsetof(s.complaints))
-		m["message_block.counters"] = int(unsafe.Offsetof(s.counters))
-		m["message_block.freed"] = int(unsafe.Offsetof(s.freed))
-		m["message_block.ended"] = int(unsafe.Offsetof(s.ended))
-		m["message_block.items"] = int(unsafe.Offsetof(s.items))
-		m["message_block.done"] = int(unsafe.Offsetof(s.done))
-		m["message_block.staging"] = int(unsafe.Offsetof(s.staging))
-		m["message_block.end"] = int(unsafe.Offsetof(s.end))
-	}
-	{
-		var s C.struct_sw_message_counters
-		m["message_counters"] = int(unsafe.Sizeof(s))
-		m["message_counters.sent"] = int(unsafe.Offsetof(s.sent))
-		m["message_counters.heard"] = int(unsafe.Offsetof(s.heard))
-		m["message_counters.low"] = int(unsafe.Offsetof(s.low))
-		m["message_counters.claims"] = int(unsafe.Offsetof(s.claims))
-		m["message_counters.items"] = int(unsafe.Offsetof(s.items))
-		m["message_counters.turn"] = int(unsafe.Offsetof(s.turn))
-		m["message_counters.rest"] = int(unsafe.Offsetof(s.rest))
-	}
-	{
-		var s C.struct_sw_message_item
-		m["message_item"] = int(unsafe.Sizeof(s))
-		m["message_item.number"] = int(unsafe.Offsetof(s.number))
-		m["message_item.what"] = int(unsafe.Offsetof(s.what))
-		m["message_item.address"] = int(unsafe.Offsetof(s.address))
-		m["message_item.from"] = int(unsafe.Offsetof(s.from))
-		m["message_item.bytes"] = int(unsafe.Offsetof(s.bytes))
-		m["message_item.claim"] = int(unsafe.Offsetof(s.claim))
-		m["message_item.stripes"] = int(unsafe.Offsetof(s.stripes))
-		m["message_item.peer"] = int(unsafe.Offsetof(s.peer))
-	}
-	{
-		var s C.struct_sw_message_entry
-		m["message_entry"] = int(unsafe.Sizeof(s))
-		m["message_entry.tag"] = int(unsafe.Offsetof(s.tag))
-		m["message_entry.address"] = int(unsafe.Offsetof(s.address))
-		m["message_entry.place"] = int(unsafe.Offsetof(s.place))
-		m["message_entry.bytes"] = int(unsafe.Offsetof(s.bytes))
-		m["message_entry.peer"] = int(unsafe.Offsetof(s.peer))
-	}
-	{
-		var s C.struct_sw_message_group
-		m["message_group"] = int(unsafe.Sizeof(s))
-		m["message_group.peer"] = int(unsafe.Offsetof(s.peer))
-		m["message_group.receive"] = int(unsafe.Offsetof(s.receive))
-		m["message_group.first"] = int(unsafe.Offsetof(s.first))
-		m["message_group.block"] = int(unsafe.Offsetof(s.block))
-	}
-	{
-		var s C.struct_sw_messages_args
-		m["messages_args"] = int(unsafe.Sizeof(s))
-		m["messages_args.world"] = int(unsafe.Offsetof(s.world))
-		m["messages_args.block"] = int(unsafe.Offsetof(s.block))
-		m["messages_args.eager_bytes"] = int(unsafe.Offsetof(s.eager_bytes))
-		m["messages_args.staging_bytes"] = int(unsafe.Offsetof(s.staging_bytes))
-		m["messages_args.payload_bytes"] = int(unsafe.Offsetof(s.payload_bytes))
-		m["messages_args.boxes"] = int(unsafe.Offsetof(s.boxes))
-		m["messages_args.blocks"] = int(unsafe.Offsetof(s.blocks))
-		m["messages_args.count"] = int(unsafe.Offsetof(s.count))
-		m["messages_args.group_count"] = int(unsafe.Offsetof(s.group_count))
-		m["messages_args.interval"] = int(unsafe.Offsetof(s.interval))
-		m["messages_args.entries"] = int(unsafe.Offsetof(s.entries))
-		m["messages_args.groups"] = int(unsafe.Offsetof(s.groups))
-	}
-	{
 		var s C.struct_sw_reduce_block
 		m["reduce_block"] = int(unsafe.Sizeof(s))
 		m["reduce_block.packet_stride"] = int(unsafe.Offsetof(s.packet_stride))
@@ -488,6 +330,207 @@ func Of() map[string]int {
 		m["copy_args"] = int(unsafe.Sizeof(s))
 		m["copy_args.exchange"] = int(unsafe.Offsetof(s.exchange))
 		m["copy_args.places"] = int(unsafe.Offsetof(s.places))
+	}
+	{
+		var s C.struct_sw_plan_step
+		m["plan_step"] = int(unsafe.Sizeof(s))
+		m["plan_step.kind"] = int(unsafe.Offsetof(s.kind))
+		m["plan_step.to"] = int(unsafe.Offsetof(s.to))
+		m["plan_step.first"] = int(unsafe.Offsetof(s.first))
+		m["plan_step.rows"] = int(unsafe.Offsetof(s.rows))
+		m["plan_step.chunk"] = int(unsafe.Offsetof(s.chunk))
+		m["plan_step.last"] = int(unsafe.Offsetof(s.last))
+		m["plan_step.peer"] = int(unsafe.Offsetof(s.peer))
+		m["plan_step.semaphore"] = int(unsafe.Offsetof(s.semaphore))
+		m["plan_step.number"] = int(unsafe.Offsetof(s.number))
+		m["plan_step.total"] = int(unsafe.Offsetof(s.total))
+	}
+	{
+		var s C.struct_sw_plan_block
+		m["plan_block"] = int(unsafe.Sizeof(s))
+		m["plan_block.semaphores"] = int(unsafe.Offsetof(s.semaphores))
+		m["plan_block.programs"] = int(unsafe.Offsetof(s.programs))
+		m["plan_block.inputs"] = int(unsafe.Offsetof(s.inputs))
+		m["plan_block.outputs"] = int(unsafe.Offsetof(s.outputs))
+		m["plan_block.scratch"] = int(unsafe.Offsetof(s.scratch))
+		m["plan_block.end"] = int(unsafe.Offsetof(s.end))
+	}
+	{
+		var s C.struct_sw_plan_args
+		m["plan_args"] = int(unsafe.Sizeof(s))
+		m["plan_args.reduce"] = int(unsafe.Offsetof(s.reduce))
+		m["plan_args.block"] = int(unsafe.Offsetof(s.block))
+		m["plan_args.program"] = int(unsafe.Offsetof(s.program))
+		m["plan_args.slot_bytes"] = int(unsafe.Offsetof(s.slot_bytes))
+		m["plan_args.block_bytes"] = int(unsafe.Offsetof(s.block_bytes))
+		m["plan_args.each"] = int(unsafe.Offsetof(s.each))
+		m["plan_args.steps"] = int(unsafe.Offsetof(s.steps))
+		m["plan_args.semaphores"] = int(unsafe.Offsetof(s.semaphores))
+		m["plan_args.chunks"] = int(unsafe.Offsetof(s.chunks))
+		m["plan_args.longer"] = int(unsafe.Offsetof(s.longer))
+		m["plan_args.inputs"] = int(unsafe.Offsetof(s.inputs))
+		m["plan_args.outputs"] = int(unsafe.Offsetof(s.outputs))
+		m["plan_args.scratch"] = int(unsafe.Offsetof(s.scratch))
+		m["plan_args.size"] = int(unsafe.Offsetof(s.size))
+	}
+	{
+		var s C.struct_sw_put
+		m["put"] = int(unsafe.Sizeof(s))
+		m["put.place"] = int(unsafe.Offsetof(s.place))
+		m["put.source"] = int(unsafe.Offsetof(s.source))
+		m["put.bytes"] = int(unsafe.Offsetof(s.bytes))
+		m["put.signal"] = int(unsafe.Offsetof(s.signal))
+		m["put.peer"] = int(unsafe.Offsetof(s.peer))
+		m["put.number"] = int(unsafe.Offsetof(s.number))
+		m["put.rest"] = int(unsafe.Offsetof(s.rest))
+	}
+	{
+		var s C.struct_sw_queue
+		m["queue"] = int(unsafe.Sizeof(s))
+		m["queue.head"] = int(unsafe.Offsetof(s.head))
+		m["queue.next"] = int(unsafe.Offsetof(s.next))
+		m["queue.slots"] = int(unsafe.Offsetof(s.slots))
+	}
+	{
+		var s C.struct_sw_ring
+		m["ring"] = int(unsafe.Sizeof(s))
+		m["ring.slots"] = int(unsafe.Offsetof(s.slots))
+		m["ring.sources"] = int(unsafe.Offsetof(s.sources))
+		m["ring.landed"] = int(unsafe.Offsetof(s.landed))
+		m["ring.given"] = int(unsafe.Offsetof(s.given))
+		m["ring.state"] = int(unsafe.Offsetof(s.state))
+		m["ring.slot_bytes"] = int(unsafe.Offsetof(s.slot_bytes))
+		m["ring.slot_count"] = int(unsafe.Offsetof(s.slot_count))
+		m["ring.gives"] = int(unsafe.Offsetof(s.gives))
+		m["ring.peer"] = int(unsafe.Offsetof(s.peer))
+		m["ring.name"] = int(unsafe.Offsetof(s.name))
+	}
+	{
+		var s C.struct_sw_rail
+		m["rail"] = int(unsafe.Sizeof(s))
+		m["rail.queue"] = int(unsafe.Offsetof(s.queue))
+		m["rail.segment"] = int(unsafe.Offsetof(s.segment))
+	}
+	{
+		var s C.struct_sw_across
+		m["across"] = int(unsafe.Sizeof(s))
+		m["across.next"] = int(unsafe.Offsetof(s.next))
+		m["across.refused"] = int(unsafe.Offsetof(s.refused))
+		m["across.ended"] = int(unsafe.Offsetof(s.ended))
+		m["across.rest"] = int(unsafe.Offsetof(s.rest))
+		m["across.out"] = int(unsafe.Offsetof(s.out))
+		m["across.in"] = int(unsafe.Offsetof(s.in))
+		m["across.splits"] = int(unsafe.Offsetof(s.splits))
+	}
+	{
+		var s C.struct_sw_across_peer
+		m["across_peer"] = int(unsafe.Sizeof(s))
+		m["across_peer.rank"] = int(unsafe.Offsetof(s.rank))
+		m["across_peer.theirs"] = int(unsafe.Offsetof(s.theirs))
+		m["across_peer.send_bytes"] = int(unsafe.Offsetof(s.send_bytes))
+		m["across_peer.send_offset"] = int(unsafe.Offsetof(s.send_offset))
+		m["across_peer.recv_bytes"] = int(unsafe.Offsetof(s.recv_bytes))
+		m["across_peer.recv_offset"] = int(unsafe.Offsetof(s.recv_offset))
+	}
+	{
+		var s C.struct_sw_across_args
+		m["across_args"] = int(unsafe.Sizeof(s))
+		m["across_args.world"] = int(unsafe.Offsetof(s.world))
+		m["across_args.rail"] = int(unsafe.Offsetof(s.rail))
+		m["across_args.src"] = int(unsafe.Offsetof(s.src))
+		m["across_args.dst"] = int(unsafe.Offsetof(s.dst))
+		m["across_args.src_bytes"] = int(unsafe.Offsetof(s.src_bytes))
+		m["across_args.dst_bytes"] = int(unsafe.Offsetof(s.dst_bytes))
+		m["across_args.splits"] = int(unsafe.Offsetof(s.splits))
+		m["across_args.words"] = int(unsafe.Offsetof(s.words))
+		m["across_args.rings"] = int(unsafe.Offsetof(s.rings))
+		m["across_args.slot_bytes"] = int(unsafe.Offsetof(s.slot_bytes))
+		m["across_args.slot_count"] = int(unsafe.Offsetof(s.slot_count))
+		m["across_args.gives"] = int(unsafe.Offsetof(s.gives))
+		m["across_args.ranks"] = int(unsafe.Offsetof(s.ranks))
+		m["across_args.me"] = int(unsafe.Offsetof(s.me))
+		m["across_args.count"] = int(unsafe.Offsetof(s.count))
+		m["across_args.rest"] = int(unsafe.Offsetof(s.rest))
+		m["across_args.peers"] = int(unsafe.Offsetof(s.peers))
+		m["across_args.to"] = int(unsafe.Offsetof(s.to))
+		m["across_args.from"] = int(unsafe.Offsetof(s.from))
+		m["across_args.home"] = int(unsafe.Offsetof(s.home))
+	}
+	{
+		var s C.struct_sw_message_block
+		m["message_block"] = int(unsafe.Sizeof(s))
+		m["message_block.control"] = int(unsafe.Offsetof(s.control))
+		m["message_block.anyone"] = int(unsafe.Offsetof(s.anyone))
+		m["message_block.headers"] = int(unsafe.Offsetof(s.headers))
+		m["message_block.states"] = int(unsafe.Offsetof(s.states))
+		m["message_block.filled"] = int(unsafe.Offsetof(s.filled))
+		m["message_block.payload"] = int(unsafe.Offsetof(s.payload))
+		m["message_block.answers"] = int(unsafe.Offsetof(s.answers))
+		m["message_block.drained"] = int(unsafe.Offsetof(s.drained))
+		m["message_block.complaints"] = int(unsafe.Offsetof(s.complaints))
+		m["message_block.counters"] = int(unsafe.Offsetof(s.counters))
+		m["message_block.freed"] = int(unsafe.Offsetof(s.freed))
+		m["message_block.ended"] = int(unsafe.Offsetof(s.ended))
+		m["message_block.items"] = int(unsafe.Offsetof(s.items))
+		m["message_block.done"] = int(unsafe.Offsetof(s.done))
+		m["message_block.staging"] = int(unsafe.Offsetof(s.staging))
+		m["message_block.end"] = int(unsafe.Offsetof(s.end))
+	}
+	{
+		var s C.struct_sw_message_counters
+		m["message_counters"] = int(unsafe.Sizeof(s))
+		m["message_counters.sent"] = int(unsafe.Offsetof(s.sent))
+		m["message_counters.heard"] = int(unsafe.Offsetof(s.heard))
+		m["message_counters.low"] = int(unsafe.Offsetof(s.low))
+		m["message_counters.claims"] = int(unsafe.Offsetof(s.claims))
+		m["message_counters.items"] = int(unsafe.Offsetof(s.items))
+		m["message_counters.turn"] = int(unsafe.Offsetof(s.turn))
+		m["message_counters.rest"] = int(unsafe.Offsetof(s.rest))
+	}
+	{
+		var s C.struct_sw_message_item
+		m["message_item"] = int(unsafe.Sizeof(s))
+		m["message_item.number"] = int(unsafe.Offsetof(s.number))
+		m["message_item.what"] = int(unsafe.Offsetof(s.what))
+		m["message_item.address"] = int(unsafe.Offsetof(s.address))
+		m["message_item.from"] = int(unsafe.Offsetof(s.from))
+		m["message_item.bytes"] = int(unsafe.Offsetof(s.bytes))
+		m["message_item.claim"] = int(unsafe.Offsetof(s.claim))
+		m["message_item.stripes"] = int(unsafe.Offsetof(s.stripes))
+		m["message_item.peer"] = int(unsafe.Offsetof(s.peer))
+	}
+	{
+		var s C.struct_sw_message_entry
+		m["message_entry"] = int(unsafe.Sizeof(s))
+		m["message_entry.tag"] = int(unsafe.Offsetof(s.tag))
+		m["message_entry.address"] = int(unsafe.Offsetof(s.address))
+		m["message_entry.place"] = int(unsafe.Offsetof(s.place))
+		m["message_entry.bytes"] = int(unsafe.Offsetof(s.bytes))
+		m["message_entry.peer"] = int(unsafe.Offsetof(s.peer))
+	}
+	{
+		var s C.struct_sw_message_group
+		m["message_group"] = int(unsafe.Sizeof(s))
+		m["message_group.peer"] = int(unsafe.Offsetof(s.peer))
+		m["message_group.receive"] = int(unsafe.Offsetof(s.receive))
+		m["message_group.first"] = int(unsafe.Offsetof(s.first))
+		m["message_group.block"] = int(unsafe.Offsetof(s.block))
+	}
+	{
+		var s C.struct_sw_messages_args
+		m["messages_args"] = int(unsafe.Sizeof(s))
+		m["messages_args.world"] = int(unsafe.Offsetof(s.world))
+		m["messages_args.block"] = int(unsafe.Offsetof(s.block))
+		m["messages_args.eager_bytes"] = int(unsafe.Offsetof(s.eager_bytes))
+		m["messages_args.staging_bytes"] = int(unsafe.Offsetof(s.staging_bytes))
+		m["messages_args.payload_bytes"] = int(unsafe.Offsetof(s.payload_bytes))
+		m["messages_args.boxes"] = int(unsafe.Offsetof(s.boxes))
+		m["messages_args.blocks"] = int(unsafe.Offsetof(s.blocks))
+		m["messages_args.count"] = int(unsafe.Offsetof(s.count))
+		m["messages_args.group_count"] = int(unsafe.Offsetof(s.group_count))
+		m["messages_args.interval"] = int(unsafe.Offsetof(s.interval))
+		m["messages_args.entries"] = int(unsafe.Offsetof(s.entries))
+		m["messages_args.groups"] = int(unsafe.Offsetof(s.groups))
 	}
 	return m
 }

@@ -34,7 +34,7 @@ import (
 const source = "kernels/cuda"
 
 // headers are the headers of files that are not in args.h, which each of them includes.
-var headers = map[string]string{"messages_args.go": "messages.h", "rails_args.go": "rails.h"}
+var headers = map[string]string{"messages_args.go": "messages.h", "plans_args.go": "plans.h", "rails_args.go": "rails.h"}
 
 const common = "args.h"
 
@@ -242,7 +242,7 @@ func (l *Layout) Offsets() map[string]int {
 	return m
 }
 
-// ordered are the structs, each behind those that it contains.
+// ordered are the structs, each behind those that it contains, and those of args.h first, whatever other headers take from it.
 func (l *Layout) ordered() (out []record) {
 	done := make(map[string]bool)
 	var add func(r record)
@@ -258,6 +258,11 @@ func (l *Layout) ordered() (out []record) {
 			}
 		}
 		out = append(out, r)
+	}
+	for _, r := range l.structs {
+		if r.header == common {
+			add(r)
+		}
 	}
 	for _, r := range l.structs {
 		add(r)

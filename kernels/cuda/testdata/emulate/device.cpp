@@ -1,4 +1,4 @@
-// Runs the kernels of exchanges, of reductions, of rings, between two ranks and one of a user's, for the emulated
+// Runs the kernels of exchanges, of reductions, of plans, of rings, between two ranks and one of a user's, for the emulated
 // driver (internal/cuda/emulated): what streams are told to launch, each stream's in their order, those of different
 // streams at the same time, in a random order of all threads. A thread of the process does nothing else.
 #include <cstdio>
@@ -11,6 +11,7 @@
 #include "messages_kernels.h"
 #include "multicast.cu"
 #include "p2p.cu"
+#include "plans_kernels.h"
 #include "rings.cu"
 
 #define SWITCHYARD_PRIMITIVES "switchyard_primitives.h"
@@ -47,6 +48,7 @@ const std::map<std::string, kernel> kernels = {
     {"allreduce_multicast_warps", kernel_of(SW_MULTICAST_THREADS, allreduce_multicast_warps)},
     {"allreduce_multicast_blocks", kernel_of(SW_MULTICAST_THREADS, allreduce_multicast_blocks)},
     {"allreduce_multicast_packets", kernel_of(SW_MULTICAST_THREADS, allreduce_multicast_packets)},
+    {"plans", kernel_of(SW_PLAN_THREADS, plans)},
     {"all_gather", kernel_of(64, all_gather)},
     {"p2p_move", kernel_of(SW_POINT_THREADS, p2p_move)},
     {"p2p_signal", kernel_of(SW_POINT_WAITERS, p2p_signal)},
