@@ -121,7 +121,7 @@ func (s *selector) choose(r *kernels.Reduction) error {
 		switch r.Blocks = at.SMs; {
 		case at.SMs == 0:
 			r.Blocks = packetBlocks(r)
-		case !r.Call.Collective.Reduces() && linkBytes(r) >= manyGathered:
+		case best.plan == nil && !r.Call.Collective.Reduces() && linkBytes(r) >= manyGathered:
 			r.Blocks = max(r.Blocks, gatherBlocks)
 		}
 		r.Blocks = max(1, min(r.Blocks, s.bounds.Blocks))
@@ -161,12 +161,12 @@ func packetBlocks(r *kernels.Reduction) int {
 // words.
 func (s *selector) cost(r *kernels.Reduction, w way) (us float64, at curve.Setting, why string) {
 	s.set(r, w)
-	if s.gpu {
-		return s.gpuCost(r, w)
-	}
 	if w.plan != nil {
 		us, why = planCost(r)
-		return us, at, why
+		return us, curve.Setting{SMs: planBlocks(r)}, why
+	}
+	if s.gpu {
+		return s.gpuCost(r, w)
 	}
 	us, why = hostCost(r)
 	return us, at, why

@@ -36,7 +36,7 @@ type Options struct {
 	// Plans are collectives as steps (package kernels/plan), for as many ranks as the group has. A call takes one where its time is less than the
 	// estimates of all other ways; without times it is taken only by its name, or if nothing else does the collective. Calls with slices of
 	// different lengths never take one, nor do floats of 16 and 8 bits if it hands partial results on, because those are rounded once (R2).
-	// All ranks get the same bits, in the order that the plan combines. Only the host device has plans, for ranks on one host.
+	// All ranks get the same bits, in the order that the plan combines. Ranks are on one host.
 	Plans []*plan.Checked
 	// OneShotBytes bounds what a rank pushes to a peer in the one-shot algorithm, and on GPUs in packets; negative for nothing. The
 	// default is 16 KiB, on GPUs 2 MiB divided by the number of ranks. Every rank holds two such buffers for every peer, on GPUs four.
@@ -46,7 +46,8 @@ type Options struct {
 	// multiple of 4096.
 	SlotBytes int64
 	Slots     int
-	// StagingBytes bounds the slots of one rank together if SlotBytes is 0; default 16 MiB, on GPUs 96 MiB.
+	// StagingBytes bounds the slots of one rank together if SlotBytes is 0, and always those of plans, which a reducer with plans has besides;
+	// default 16 MiB, on GPUs 96 MiB.
 	StagingBytes int64
 	// MaxSMs bounds the multiprocessors of a GPU that a call takes; default 96, or all if a rank's GPU has fewer. Ranks that share a
 	// GPU have an equal share of it each. All ranks take equally many. The host device ignores it.
@@ -73,7 +74,7 @@ type Options struct {
 
 // validate checks the options and completes them by the defaults of an engine.
 func (o *Options) validate(size int, e kernels.Engine, gpu bool) (kernels.ReduceBounds, error) {
-	if err := o.validatePlans(size, gpu); err != nil {
+	if err := o.validatePlans(size); err != nil {
 		return kernels.ReduceBounds{}, err
 	}
 	c := kernels.ReduceBounds{Size: size, OneShotBytes: o.OneShotBytes, Slots: o.Slots, SlotBytes: o.SlotBytes, StagingBytes: o.StagingBytes, Blocks: o.MaxSMs, Multicast: o.Multicast != ""}

@@ -10,13 +10,11 @@ import (
 )
 
 // validatePlans checks that the plans are for this world.
-func (o *Options) validatePlans(size int, gpu bool) error {
+func (o *Options) validatePlans(size int) error {
 	for i, p := range o.Plans {
 		switch {
 		case p == nil:
 			return invalid("Options.Plans has nil at place %d", i)
-		case gpu:
-			return fmt.Errorf("allreduce: plan %q on GPUs: %w", p.Plan.Name, ErrUnsupported)
 		case p.Plan.Ranks != size:
 			return invalid("plan %q is for %d ranks, the group has %d", p.Plan.Name, p.Plan.Ranks, size)
 		}
@@ -83,6 +81,16 @@ func inputBytes(r *kernels.Reduction) int64 {
 		n /= int64(r.Family.Size)
 	}
 	return n
+}
+
+// A plan has a multiprocessor of a GPU for each planShare bytes of the longer buffer, up to mostPlanBlocks: as many fill a link.
+const (
+	planShare      = 32 << 10
+	mostPlanBlocks = 32
+)
+
+func planBlocks(r *kernels.Reduction) int {
+	return int(min(max(r.Call.Count*r.Call.DType.Size()/planShare, 1), mostPlanBlocks))
 }
 
 // planCost is the estimate of the call's plan.

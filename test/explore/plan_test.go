@@ -121,3 +121,31 @@ func TestTheCheckOfPlansIsExact(t *testing.T) {
 	require.Greater(t, right, 10)
 	require.Len(t, wrong, 3)
 }
+
+// A plan that is right stays so in parts, since ranks meet between them. Without that a rank that is ahead writes scratch which another still
+// reads: in some plans no other signal orders the two.
+func TestPlansInPartsMeetBetweenThem(t *testing.T) {
+	rnd := rand.New(rand.NewPCG(11, 11))
+	apart := 0
+	for range 300 {
+		c := []plan.Collective{plan.AllReduce, plan.ReduceScatter, plan.AllGather, plan.AllToAll}[rnd.IntN(4)]
+		p := plans.Random(rnd, c, 2+rnd.IntN(4))
+		_, err := plan.Check(plans.InParts(p, 2+rnd.IntN(2), true))
+		require.NoError(t, err)
+		if _, err := plan.Check(plans.InParts(p, 2, false)); err != nil {
+			require.ErrorContains(t, err, "a race for scratch:")
+			apart++
+		}
+	}
+	t.Logf("%d of 300 plans need to meet", apart)
+	require.NotZero(t, apart)
+	for _, build := range []func(int) *plan.Plan{plans.OneShotAllReduce, plans.RingAllReduce} {
+		r, err := explore.Check(planSystem(plans.InParts(build(2), 2, true)), 1<<21)
+		require.NoError(t, err)
+		require.Nil(t, r.Violation)
+	}
+	r, err := explore.Check(planSystem(plans.InParts(plans.OneShotAllReduce(2), 2, false)), 1<<21)
+	require.NoError(t, err)
+	require.NotNil(t, r.Violation)
+	require.ErrorIs(t, r.Violation, explore.ErrRace)
+}
