@@ -49,13 +49,13 @@ func switchyard_explain(place C.uint64_t, dst unsafe.Pointer, shape *C.struct_sw
 	})
 }
 
-// switchyard_explain_reduction says how a collective of the host (kernels.Collective) of dtype would be carried. bytes are those of its larger
-// buffer. text and room are as for switchyard_explain.
+// switchyard_explain_reduction says how a collective (kernels.Collective) of dtype would be carried on a place, a GPU once that has a reducer.
+// bytes are those of its larger buffer. text and room are as for switchyard_explain.
 //
 //export switchyard_explain_reduction
-func switchyard_explain_reduction(communicator C.uint64_t, collective, bytes, dtype C.int64_t, text *C.char, room C.int64_t) C.int32_t {
+func switchyard_explain_reduction(place C.uint64_t, collective, bytes, dtype C.int64_t, text *C.char, room C.int64_t) C.int32_t {
 	return guard(func() error {
-		c, err := core.Get[*core.Comm](handles, uint64(communicator))
+		p, err := placeOf(place)
 		if err != nil {
 			return err
 		}
@@ -67,7 +67,7 @@ func switchyard_explain_reduction(communicator C.uint64_t, collective, bytes, dt
 		if err != nil {
 			return err
 		}
-		why, err := c.ExplainReduction(of, int64(bytes), t)
+		why, err := p.ExplainReduction(of, int64(bytes), t)
 		if err == nil {
 			fit(text, room, why)
 		}
@@ -165,16 +165,13 @@ func switchyard_broadcast(place, stream C.uint64_t, data unsafe.Pointer, bytes, 
 	})
 }
 
-// switchyard_all_to_all_by_plan puts slice k of rank r's src into slice r of rank k's dst, by a plan of the communicator. dst may be src; stream,
-// wait and ticket are as for switchyard_barrier.
+// switchyard_all_to_all_by_plan puts slice k of rank r's src into slice r of rank k's dst, by a plan of the communicator. dst may be src; place,
+// stream, wait and ticket are as for switchyard_all_reduce.
 //
 //export switchyard_all_to_all_by_plan
-func switchyard_all_to_all_by_plan(communicator, stream C.uint64_t, dst, src unsafe.Pointer, bytes, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
-	return on(communicator, ticket, wait, func(c *core.Comm) (core.Ticket, error) {
-		if err := hostStream(stream); err != nil {
-			return 0, err
-		}
-		return c.AllToAllByPlan(buffer(dst, bytes), buffer(src, bytes))
+func switchyard_all_to_all_by_plan(place, stream C.uint64_t, dst, src unsafe.Pointer, bytes, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
+	return at(place, ticket, wait, func(p core.Place) (core.Ticket, error) {
+		return p.AllToAllByPlan(uintptr(stream), buffer(dst, bytes), buffer(src, bytes))
 	})
 }
 

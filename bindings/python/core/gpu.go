@@ -130,7 +130,8 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 	if err == nil {
 		g.point, err = p2p.New(ctx, g.heap, p2p.Options{Timeout: x.Timeout, MaxSMs: o.MaxSMs})
 	}
-	g.reduces = allreduce.Options{Timeout: x.Timeout, Validate: x.Validate, MaxSMs: o.MaxSMs}
+	g.reduces = c.planned()
+	g.reduces.Timeout, g.reduces.Validate, g.reduces.MaxSMs = x.Timeout, x.Validate, o.MaxSMs
 	return g, err
 }
 
@@ -272,6 +273,11 @@ func (g *GPU) AllGather(stream uintptr, dst, src Buffer) (Ticket, error) {
 	return g.reduce(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllGather(s, d, v, kernels.Uint8) })
 }
 
+// AllToAllByPlan enqueues an all-to-all by a plan, as Place describes.
+func (g *GPU) AllToAllByPlan(stream uintptr, dst, src Buffer) (Ticket, error) {
+	return g.reduce(stream, dst, src, func(s device.Stream, d, v memory.View) error { return g.reducer.AllToAll(s, d, v, kernels.Uint8) })
+}
+
 // Broadcast enqueues a broadcast, as Place describes.
 func (g *GPU) Broadcast(stream uintptr, bytes Buffer, root int) (Ticket, error) {
 	if err := broadcasts(g.Size(), root); err != nil {
@@ -280,11 +286,13 @@ func (g *GPU) Broadcast(stream uintptr, bytes Buffer, root int) (Ticket, error) 
 	return g.reduce(stream, bytes, Buffer{}, func(s device.Stream, d, _ memory.View) error { return g.reducer.Broadcast(s, d, root) })
 }
 
+var errNoReducer = fmt.Errorf("core: %w: a reduction on a GPU without a reducer", ErrInvalid)
+
 // reduce is enqueue of a call of the reducer.
 func (g *GPU) reduce(stream uintptr, dst, src Buffer, call func(s device.Stream, d, v memory.View) error) (Ticket, error) {
 	return g.enqueue(stream, dst, src, func(s device.Stream, d, v memory.View) error {
 		if g.reducer == nil {
-			return fmt.Errorf("core: %w: a reduction on a GPU without a reducer", ErrInvalid)
+			return errNoReducer
 		}
 		return call(s, d, v)
 	})
@@ -338,6 +346,19 @@ func (g *GPU) Explain(dst uintptr, shape Shape) (string, error) {
 		return "", err
 	}
 	return decision.String(), nil
+}
+
+// ExplainReduction explains the GPU's reducer, as Place describes.
+func (g *GPU) ExplainReduction(collective kernels.Collective, n int64, dt kernels.DType) (string, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	switch {
+	case g.closed:
+		return "", ErrClosed
+	case g.reducer == nil:
+		return "", errNoReducer
+	}
+	return explained(g.reducer, collective, n, dt)
 }
 
 // Fault is what calls that have run by now have come to; see alltoallv.Exchanger.Fault.

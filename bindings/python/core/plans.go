@@ -96,7 +96,7 @@ func (o *Options) exchanges(g *comm.Group) (x alltoallv.Options) {
 	return x
 }
 
-// makeReducer checks the plans of the options and makes the reducer of the host. If the options of one rank are wrong, all ranks get an error.
+// makeReducer checks the plans of the options, which GPUs have too, and makes the reducer of the host. If the options of one rank are wrong, all ranks get an error.
 func (c *Comm) makeReducer(ctx context.Context, g *comm.Group) error {
 	if err := c.loadPlans(ctx, g); err != nil {
 		return err
@@ -160,21 +160,32 @@ func (c *Comm) bequeath(size int) Options {
 // asked says whether a plan is the algorithm that calls take.
 func (o *Options) asked(p *plan.Checked) bool { return p.Plan.Name == o.Algorithm }
 
-// AllToAllByPlan submits an all-to-all of equal slices that a plan does: slice k of src goes to rank k, and slice k of dst comes from there.
-// dst may be src.
-func (c *Comm) AllToAllByPlan(dst, src Buffer) (Ticket, error) {
-	return c.reduction(opAllToAllByPlan, 0, dst, src, kernels.Uint8, kernels.Sum)
+// planned are the options of a GPU's reducer about plans. Registered plans are for the host, whose times they have.
+func (c *Comm) planned() (o allreduce.Options) {
+	if o.Plans = c.plans; slices.ContainsFunc(o.Plans, c.options.asked) {
+		o.Algorithm = c.options.Algorithm
+	}
+	return o
 }
 
-// ExplainReduction says how the reducer would carry a collective whose larger buffer has n bytes.
+// AllToAllByPlan submits an all-to-all by a plan, as Place describes.
+func (c *Comm) AllToAllByPlan(stream uintptr, dst, src Buffer) (Ticket, error) {
+	return c.reduction(opAllToAllByPlan, stream, dst, src, kernels.Uint8, kernels.Sum)
+}
+
+// ExplainReduction explains the host's reducer, as Place describes.
 func (c *Comm) ExplainReduction(collective kernels.Collective, n int64, dt kernels.DType) (string, error) {
 	if _, _, err := c.ready(); err != nil {
 		return "", err
 	}
+	return explained(c.reducer, collective, n, dt)
+}
+
+func explained(x *allreduce.Reducer, collective kernels.Collective, n int64, dt kernels.DType) (string, error) {
 	if !dt.Valid() || n%dt.Size() != 0 {
 		return "", fmt.Errorf("core: %w: %d bytes of %v", ErrInvalid, n, dt)
 	}
-	decision, err := c.reducer.Explain(collective, n/dt.Size(), dt)
+	decision, err := x.Explain(collective, n/dt.Size(), dt)
 	if err != nil {
 		return "", err
 	}

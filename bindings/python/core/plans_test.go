@@ -14,6 +14,9 @@ import (
 
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/device"
+	"github.com/switchyard-moe/switchyard/internal/cuda/emulated"
+	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/plan"
 	"github.com/switchyard-moe/switchyard/test/plans"
@@ -42,7 +45,7 @@ func TestPlansOfAComm(t *testing.T) {
 			return err
 		}
 		src, dst := []int64{int64(10 * rank), int64(10*rank + 1)}, make([]int64, 2)
-		ticket, err := c.AllToAllByPlan(buf(dst), buf(src))
+		ticket, err := c.AllToAllByPlan(0, buf(dst), buf(src))
 		if _, err = await(c, ticket, err); err != nil {
 			return err
 		}
@@ -53,6 +56,74 @@ func TestPlansOfAComm(t *testing.T) {
 		require.Empty(t, c.bequeath(1).inherited)
 		require.Empty(t, c.bequeath(1).Algorithm)
 		return nil
+	})
+}
+
+// A Comm's GPU has its plans, and not what is registered for the host.
+func TestPlansOfAGPU(t *testing.T) {
+	if !emulated.Kernels(t, "../../../kernels/cuda") {
+		return
+	}
+	one, registered := plans.OneShotAllReduce(2), plans.RingAllGather(2)
+	registered.Bytes, registered.Microseconds = []int64{1}, []float64{1e-9}
+	o := Options{TimeoutSeconds: 60, Plans: []PlanSource{source(t, one), source(t, plans.DirectAllToAll(2)), source(t, registered)}, Algorithm: one.Name}
+	o.Plans[2].Registered = true
+	eachWith(t, 2, o, func(c *Comm) error {
+		g, err := openGPU(c, GPUOptions{Device: ownGPU(c), MaxSMs: 2})
+		if err != nil {
+			return err
+		}
+		_, err = g.ExplainReduction(kernels.AllReduce, 16, kernels.Int64)
+		require.ErrorIs(t, err, ErrInvalid)
+		ticket, err := g.OpenReducer()
+		if _, err = await(c, ticket, err); err != nil {
+			return err
+		}
+		why, err := g.ExplainReduction(kernels.AllReduce, 16, kernels.Int64)
+		if err != nil {
+			return err
+		}
+		require.Contains(t, why, "plan "+one.Name+" (forced)")
+		why, err = g.ExplainReduction(kernels.AllGather, 16, kernels.Uint8)
+		if err != nil {
+			return err
+		}
+		require.NotContains(t, why, registered.Name)
+
+		s, err := g.dev.NewStream()
+		if err != nil {
+			return err
+		}
+		cuda, handle := g.dev.Context(), s.(*device.CUDAStream).Handle()
+		memory, err := cuda.MemAlloc(64)
+		if err != nil {
+			return err
+		}
+		rank, _, err := c.Rank()
+		if err != nil {
+			return err
+		}
+		src, dst := Buffer{memory, 16}, Buffer{memory + 32, 16}
+		back := make([]int64, 2)
+		read := func() {
+			require.NoError(t, s.Synchronize())
+			require.NoError(t, g.Fault())
+			require.NoError(t, cuda.Read(0, shm.Bytes(back), dst.Addr))
+		}
+		require.NoError(t, cuda.Write(0, src.Addr, shm.Bytes([]int64{int64(10 * rank), int64(10*rank + 1)})))
+		_, err = g.AllToAllByPlan(handle, dst, src)
+		require.NoError(t, err)
+		read()
+		require.Equal(t, []int64{int64(rank), int64(10 + rank)}, back)
+		_, err = g.AllReduce(handle, dst, src, kernels.Int64, kernels.Sum)
+		require.NoError(t, err)
+		read()
+		require.Equal(t, []int64{10, 12}, back)
+		require.NoError(t, s.Close())
+		require.NoError(t, cuda.MemFree(memory))
+		ticket, err = c.Close(false)
+		_, err = await(c, ticket, err)
+		return err
 	})
 }
 

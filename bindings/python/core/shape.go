@@ -20,6 +20,9 @@ type Place interface {
 	AllReduce(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
 	ReduceScatter(stream uintptr, dst, src Buffer, dt kernels.DType, o kernels.ReduceOp) (Ticket, error)
 	AllGather(stream uintptr, dst, src Buffer) (Ticket, error)
+	// AllToAllByPlan submits an all-to-all of equal slices that a plan does: slice k of src goes to rank k, and slice k of dst comes from there.
+	// Stream and ticket are as for AllToAll. dst may be src.
+	AllToAllByPlan(stream uintptr, dst, src Buffer) (Ticket, error)
 	// Broadcast submits the copy of rank root's bytes to all ranks. Stream and ticket are as for AllToAll.
 	Broadcast(stream uintptr, bytes Buffer, root int) (Ticket, error)
 	// Refuse tells the ranks that compare their calls, with Options.Validate, that this one does not make the next one, and why. They get
@@ -34,6 +37,8 @@ type Place interface {
 	Messages(stream uintptr, calls []MessageCall, senders uintptr) (*Request, error)
 	// Explain says how an exchange into dst would be carried.
 	Explain(dst uintptr, shape Shape) (string, error)
+	// ExplainReduction says how a collective whose larger buffer has n bytes would be carried, of a GPU once that has a reducer.
+	ExplainReduction(collective kernels.Collective, n int64, dt kernels.DType) (string, error)
 	// Fault is the error that exchanges which have run by now have come to and that no ticket tells.
 	Fault() error
 	// Alloc submits an allocation of symmetric memory for work on a stream. Every rank submits the same ones. The heap grows

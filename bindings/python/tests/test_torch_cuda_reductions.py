@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import test_torch_calls as host
 from cuda_rig import CUDA, ready
+from test_plans import all_reduce, all_to_all
 
 import switchyard as sw
 from switchyard import errors
@@ -110,3 +111,43 @@ def reduced_otherwise(rank, size):
 
 def test_reductions_otherwise(cuda):
     cuda.run(reduced_otherwise)
+
+
+def planned(rank, size):
+    group = dist.new_group()
+    sw.communicator(group, plans=[all_reduce(size), all_to_all(size)], algorithm="own")
+    for n in (1, 1003, 70_001):
+        x = torch.full((n,), rank + 1.0, device=CUDA)
+        assert sw.explain(x, x, group=group, call="all_reduce").startswith("plan own (forced)")
+        for async_op in (False, True):
+            work = sw.all_reduce(x, group=group, async_op=async_op)
+            if async_op:
+                work.wait()
+        assert (x == size * size * (size + 1) / 2).all().item()
+        symmetric = sw.empty(n, dtype=torch.int64, group=group, device=CUDA)
+        symmetric.fill_(rank)
+        sw.all_reduce(symmetric, group=group)
+        assert (symmetric == size * (size - 1) // 2).all().item()
+        x = torch.arange(n * size, device=CUDA) + 1000 * rank
+        y = torch.zeros_like(x)
+        ready()
+        sw.all_to_all_by_plan(y, x, group)
+        want = torch.cat([torch.arange(n * rank, n * (rank + 1)) + 1000 * r for r in range(size)])
+        assert torch.equal(y.cpu(), want)
+        sw.all_to_all_by_plan(x, x, group)
+        assert torch.equal(x, y)
+        assert sw.explain(y, x, group=group, call="all_to_all_by_plan").startswith("plan direct")
+    graph, x = torch.cuda.CUDAGraph(), torch.zeros(5000, device=CUDA)
+    with torch.cuda.graph(graph):
+        sw.all_reduce(x, group=group)
+    for replay in range(20):
+        x.fill_(replay + rank)
+        ready()
+        graph.replay()
+        assert (x == size * replay + size * (size - 1) / 2).all().item()
+    with pytest.raises(errors.Unsupported, match="plans are for dense tensors, both of the host or both of a GPU"):
+        sw.all_to_all_by_plan(y.cpu(), x, group)
+
+
+def test_plans_of_a_group_run_on_gpus(cuda):
+    cuda.run(planned)

@@ -41,7 +41,7 @@ def chosen(rank, size, path):
         sw.all_to_all_by_plan(y[1:], x[1:], group)
     with pytest.raises(errors.InvalidType, match="dtype"):
         sw.all_to_all_by_plan(y.float(), x, group)
-    with pytest.raises(errors.Unsupported, match="on meta: plans are for dense tensors of the host"):
+    with pytest.raises(errors.Unsupported, match="on meta: plans are for dense tensors, both of the host"):
         sw.all_to_all_by_plan(y, x.to("meta"), group)
     with pytest.raises(errors.InvalidArgument, match="is in use"):
         sw.communicator(group, plans=[path])

@@ -361,10 +361,10 @@ def communicator(
       and gathers compare bytes, not types.
     - ``plans``: collectives as steps, which are paths of JSON files, or dicts with what such files have. They are checked now:
       a cycle, a race, a hole or ranks with other bits is an :class:`switchyard.errors.InvalidArgument` on every rank.
-      Reductions and gathers of the host take one where its times are less than the estimates of other ways, and
+      Reductions and gathers of the host and of GPUs take one where its times are less than the estimates of other ways, and
       :func:`all_to_all_by_plan` takes one always. Groups made of this one have those for as many ranks as they have.
     - ``algorithm``: what reductions and gathers of the host take without a choice: "one-shot", "two-shot", "ring", or the name
-      of a plan, for the plan's collective, or of a registered algorithm.
+      of a plan, for the plan's collective, or of a registered algorithm. On GPUs they take the plan that it names.
     - ``max_sms``: how many multiprocessors of the GPU a call takes at most to send, where its messages are larger than packets;
       16 by default.
     - ``copy_sms``: how many more copy out of staging, where peers cannot write the output; with ``max_sms`` none by default,

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 def all_to_all_by_plan(output: Memory, input: Memory, group: Group = None, async_op: bool = False) -> Any:
     """Send slice k of input to rank k and receive its slice into slice k of output, by one of the group's plans.
 
-    All slices have the same number of rows. It is for tensors and arrays of the host; output may be input. Without a plan for
-    all-to-alls, :class:`switchyard.errors.Unsupported` says so on every rank, and :func:`all_to_all_single` is the way.
+    All slices have the same number of rows. It is for tensors of the host and of GPUs, and for arrays; output may be input.
+    Without a plan for all-to-alls, :class:`switchyard.errors.Unsupported` says so on every rank, and :func:`all_to_all_single`
+    is the way.
     """
     if _sides.compiling():
         return _sides.outside(all_to_all_by_plan, output, input, group, async_op)
@@ -73,12 +74,13 @@ def explain(
     """Say how a call with these tensors would be carried: by which algorithm, and why. Nothing is sent, and other ranks need
     not call it once the group is in use.
 
-    Of ``all_to_all_single`` it also says whether peers would write output in place. ``call`` may be another one on tensors or
-    arrays of the host: "all_reduce", whose output is its input, "reduce_scatter_tensor", "all_gather_into_tensor" or
-    "all_to_all_by_plan". The first line names the plan where one is taken.
+    Of ``all_to_all_single`` it also says whether peers would write output in place. ``call`` may be another one:
+    "all_reduce", whose output is its input, "reduce_scatter_tensor", "all_gather_into_tensor" or "all_to_all_by_plan". The
+    first line names the plan where one is taken. On a GPU all ranks call it together where that has made none of these calls
+    yet.
     """
-    from ._core.comm import COLLECTIVES
     from ._core.options import one_of
+    from ._core.places import COLLECTIVES
 
     tensors = _sides.is_tensor(input) or _sides.is_tensor(output)
     exchange = "all_to_all_single"

@@ -25,9 +25,6 @@ from .requests import Request, Requests
 from .splits import Shapes
 from .work import Ticket
 
-#: The calls of a reducer that can be explained, by the number of their collective in the library.
-COLLECTIVES = {"all_reduce": 3, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 2, "all_to_all_by_plan": 8}
-
 # How long operations that are under way get to become complete when the process ends, in milliseconds.
 _DRAIN = 2000
 
@@ -220,12 +217,6 @@ class Communicator(Place):
         if code:
             self._run(code, ticket.value, keep)
         return None
-
-    def _explain_reduction(self, call: str, size: int, dtype: int) -> str:
-        """How a call of COLLECTIVES would be carried, in words. size is the bytes of its larger buffer."""
-        text = ctypes.create_string_buffer(1 << 16)  # a line for each plan
-        self._lib.check(self._lib.explain_reduction(self._handle, COLLECTIVES[call], size, dtype, text, len(text)))
-        return text.value.decode(errors="replace")
 
     def _messages(self, calls: array[int], keep: object, async_op: bool) -> Request:
         """Send and receive what MessageCalls say, at the same time."""

@@ -24,8 +24,8 @@ SLICE = 100_000
 _QUICK = {
     f"enqueue_{name}": name
     for name in (
-        "all_to_all", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "transfer", "messages", "dispatch",
-        "combine", "combine_backward", "receive", "results", "route", "deliver",
+        "all_to_all", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all_by_plan", "transfer",
+        "messages", "dispatch", "combine", "combine_backward", "receive", "results", "route", "deliver",
     )
 }  # fmt: skip
 _QUICK["quick_release"] = "release"

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Made = TypeVar("Made")
 
+#: The calls of a reducer that can be explained, by the number of their collective in the library.
+COLLECTIVES = {"all_reduce": 3, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 2, "all_to_all_by_plan": 8}
+
 
 def drop(lib: Library, handle: int) -> None:
     """Give a handle back, unless the process ends or has forked."""
@@ -105,6 +108,13 @@ class Place(Bound):
         return text.value.decode(errors="replace")
 
 
+    def _explain_reduction(self, call: str, size: int, dtype: int) -> str:
+        """How a call of COLLECTIVES would be carried, in words. size is the bytes of its larger buffer."""
+        text = ctypes.create_string_buffer(1 << 16)  # a line for each plan
+        self._lib.check(self._lib.explain_reduction(self._handle, COLLECTIVES[call], size, dtype, text, len(text)))
+        return text.value.decode(errors="replace")
+
+
 class Gpu(Place):
     """A communicator's end on one GPU: a symmetric heap there, and exchanges and reductions of device memory. These are
     enqueued by their caller; the rest runs in the queue of the communicator."""
@@ -122,8 +132,8 @@ class Gpu(Place):
 
     def _bind(self) -> None:
         """Take the library's functions."""
-        names = ("all_to_all", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
-        self._exchange, self._reduce, self._scatter, self._gather, self._spread = (
+        names = ("all_to_all", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all_by_plan")
+        self._exchange, self._reduce, self._scatter, self._gather, self._spread, self._swap = (
             getattr(self._lib, self._prefix + name) for name in names
         )
         self._move, self._talk = self._lib.enqueue_transfer, self._lib.enqueue_messages
@@ -165,6 +175,12 @@ class Gpu(Place):
     def _broadcast(self, stream: int, data: int, size: int, root: int) -> None:
         """Enqueue a broadcast on a CUstream."""
         code = self._spread(self._handle, stream, data, size, root, 0, None)
+        if code:
+            raise self._lib.error(code)
+
+    def _all_to_all_by_plan(self, stream: int, dst: int, src: int, size: int) -> None:
+        """Enqueue an all-to-all by a plan on a CUstream."""
+        code = self._swap(self._handle, stream, dst, src, size, 0, None)
         if code:
             raise self._lib.error(code)
 
