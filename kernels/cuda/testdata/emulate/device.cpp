@@ -1,6 +1,6 @@
-// Runs the kernels of exchanges, of reductions, of plans, of rings, between two ranks and one of a user's, for the emulated
-// driver (internal/cuda/emulated): what streams are told to launch, each stream's in their order, those of different
-// streams at the same time, in a random order of all threads. A thread of the process does nothing else.
+// Runs the kernels of exchanges, of reductions, of plans, of rings, between two ranks and one of a user's, for the
+// emulated driver (internal/cuda/emulated): what streams are told to launch, each stream's in their order, those of
+// different streams at the same time, in a random order of all threads. A thread of the process does nothing else.
 #include <cstdio>
 #include <cstdlib>
 #include <unistd.h>
