@@ -26,7 +26,7 @@ FRONT = "README.md"
 CONTENTS = {
     "Begin": ["requirements", "launchers", "containers", "hosts", "../bindings/python/README", "go-workers", "glossary"],
     "Use": [
-        "layers", "inference-servers", "recipes", "ownership", "p2p", "own-kernels", "deep-ep",
+        "layers", "inference-servers", "recipes", "ownership", "p2p", "own-kernels", "deep-ep", "deep-ep-hosts",
         "../bindings/python/deep_ep/README",
     ],
     "Operate": ["operations", "observability", "troubleshooting", "environment", "upgrading"],

@@ -1,22 +1,31 @@
-"""Tokens, experts that multiply by a number, and rows of float8, for layers around a program's dispatchers."""
+"""Tokens, experts that multiply by a number, and what a plain all_gather brings, for layers around a program's dispatchers."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
+from switchyard import errors
 
-HIDDEN, TOP_K, MOST = 2048, 3, 64
+HIDDEN, OTHER, TOP_K, MOST = 2048, 2560, 3, 64  # lengths that all of them know
 
 
 def quantized(x):
-    """Tokens as float8 with a scale for each 128 elements."""
+    """Tokens as float8 with a scale for each 128 elements, as DeepEP's low latency makes them."""
     blocks = x.float().view(x.shape[0], x.shape[1] // 128, 128)
-    scales = blocks.abs().amax(2).clamp(min=1e-10) / 448
-    return (blocks / scales[:, :, None]).view(x.shape).to(torch.float8_e4m3fn), scales
+    most = blocks.abs().amax(2).clamp(min=1e-4)
+    factor = torch.tensor(448.0) / most  # 448 / most is a product with the reciprocal
+    return (blocks * factor[:, :, None]).view(x.shape).to(torch.float8_e4m3fn), most / 448
 
 
 def plain(x, scales):
     """Rows of float32, from those of float8 with scales too."""
     return x.float() if scales is None else (x.float().view(*scales.shape, 128) * scales[..., None]).view(x.shape)
+
+
+def arrived(x, block):
+    """Tokens as experts see them: of float32, with what float8 has lost."""
+    return plain(*quantized(x)) if block else x.float()
 
 
 def tokens(rank, size, step):
@@ -31,13 +40,41 @@ def factors(size):
     return torch.arange(4 * size, dtype=torch.float32) / 4 + 0.5
 
 
-def want(x, idx, weights, size):
-    return x * (weights * factors(size)[idx]).sum(1, keepdim=True)
-
-
 def close(y, x, idx, weights, size, block):
-    rtol = 0.07 if block else 0.02  # a number of float8 is off by one part in 16 at most
-    torch.testing.assert_close(y.float(), want(x, idx, weights, size), rtol=rtol, atol=0.02)
+    """A layer's result is that of the same layer here, but for three roundings to bfloat16 of one part in 256 each."""
+    want = arrived(x, block) * (weights * factors(size)[idx]).sum(1, keepdim=True)
+    torch.testing.assert_close(y.float(), want, rtol=3 / 256, atol=1e-6)
+
+
+def gathered(x, idx, weights, rank, size, block=False):
+    """Tokens for this rank by rank and token, by an all_gather, with choices that are here, else -1, and weights."""
+    everyone = [None] * size
+    dist.all_gather_object(everyone, (x, idx, weights))
+    x, idx, weights = (torch.cat(parts) for parts in zip(*everyone))
+    mine = (idx >= 4 * rank) & (idx < 4 * rank + 4)
+    here = mine.any(1)
+    return arrived(x, block)[here], torch.where(mine, idx - 4 * rank, -1)[here], torch.where(mine, weights, 0)[here]
+
+
+def same(rows, idx, weights, sent):
+    """Rows by token are those of sent, to the bit, with their choices, numbered here, and weights."""
+    want, choices, scales = gathered(*sent)
+    assert torch.equal(rows, want)
+    assert torch.equal(torch.where(choices >= 0, idx, -1), choices)
+    assert torch.equal(torch.where(choices >= 0, weights, 0), scales)
+
+
+def in_order(rows):
+    """Rows in an order that does not depend on how they came."""
+    return rows[sorted(range(len(rows)), key=lambda i: rows[i, :8].tolist())]
+
+
+def same_by_expert(rows, starts, counts, sent):
+    """The same of rows by expert, of which those of each begin at starts: in any order for an expert."""
+    want, choices, _ = gathered(*sent)
+    assert list(counts) == choices[choices >= 0].bincount(minlength=4).tolist()
+    for expert, (start, count) in enumerate(zip(starts, counts)):
+        assert torch.equal(in_order(rows[start : start + count]), in_order(want[(choices == expert).any(1)]))
 
 
 def by_choice(rows, idx, weights, rank, size):
@@ -52,3 +89,10 @@ def by_expert(rows, counts, rank, size):
     mine = factors(size).view(size, -1)[rank]
     here = torch.arange(rows.shape[1]) < counts[:, None]
     return torch.where(here[:, :, None], rows * mine[:, None, None], 0).to(torch.bfloat16)
+
+
+def disagree(call, rank):
+    """Ranks that send tokens of two lengths, both of which all have sent before: the error of each has both."""
+    call(torch.zeros(8, OTHER, dtype=torch.bfloat16))
+    with pytest.raises(errors.Mismatch, match=f"Hidden {HIDDEN}.*Hidden {OTHER}"):
+        call(torch.zeros(8, OTHER if rank else HIDDEN, dtype=torch.bfloat16))
