@@ -9,7 +9,9 @@ import (
 const (
 	// countsLook is how long a wait for counts looks again and again. Counts of a call whose ranks have begun come within it.
 	countsLook = 500 * time.Microsecond
-	// Then it sleeps, each time an eighth of what it has waited, within these.
+	// Then it sleeps, each time a part of what it has waited, within these: counts are known a while before the rows are there, and the host
+	// that is late by less than that keeps nobody waiting.
+	countsSleepPart                   = 32
 	countsLeastSleep, countsMostSleep = 20 * time.Microsecond, time.Millisecond
 )
 
@@ -34,7 +36,7 @@ func (w *countsWait) pause(now time.Duration) time.Duration {
 		w.looks = false
 		w.patience.Looked(now, waited, false)
 	}
-	return min(max(waited/8, countsLeastSleep), countsMostSleep)
+	return min(max(waited/countsSleepPart, countsLeastSleep), countsMostSleep)
 }
 
 // done takes in that counts have come.

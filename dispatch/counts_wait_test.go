@@ -17,7 +17,8 @@ func TestAWaitForCountsLearnsFromThoseBefore(t *testing.T) {
 	w := waitForCounts(&p, 0)
 	require.Zero(t, w.pause(10*us))
 	require.Zero(t, w.pause(countsLook-us))
-	require.Equal(t, countsLook/8, w.pause(countsLook), "that was long enough")
+	require.Equal(t, countsLeastSleep, w.pause(countsLook), "that was long enough")
+	require.Equal(t, 3*time.Millisecond/countsSleepPart, w.pause(3*time.Millisecond))
 	require.Equal(t, countsMostSleep, w.pause(time.Second))
 	w.done(time.Second)
 

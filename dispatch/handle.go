@@ -152,7 +152,7 @@ func (h *Handle) hostCounts(ctx context.Context) (HostCounts, error) {
 				return HostCounts{}, err
 			}
 		}
-		time.Sleep(pause)
+		shm.Sleep(pause)
 	}
 }
 

@@ -88,3 +88,11 @@ func TestMoveToRunsThere(t *testing.T) {
 	}
 	require.Contains(t, Cores(), Core())
 }
+
+func TestSleepLastsAsLongAsItIsAsked(t *testing.T) {
+	for _, d := range []time.Duration{20 * time.Microsecond, time.Millisecond} {
+		began := time.Now()
+		Sleep(d)
+		require.GreaterOrEqual(t, time.Since(began), d)
+	}
+}

@@ -291,7 +291,7 @@ func (x *hostExchanges) rest(p *port) error {
 	for i, q := range x.peers {
 		word := shm.Word(p.e.crossing.Segment, x.whole.RailAt+int64(len(x.peers)+i)*acrossLineStep)
 		var late bool // the look behind it is the last one
-		for end := time.Now().Add(restTimeout); word.Load() < w.out[i]/acrossGives; time.Sleep(20 * time.Microsecond) {
+		for end := time.Now().Add(restTimeout); word.Load() < w.out[i]/acrossGives; shm.Sleep(20 * time.Microsecond) {
 			if late {
 				return &comm.PeerError{Rank: q, Op: "rest", Err: fmt.Errorf("%w: on host %d: slots that it has read are not given back", comm.ErrTimeout, x.whole.Hosts.Host[q])}
 			}

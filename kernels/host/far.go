@@ -11,6 +11,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/rails"
+	"github.com/switchyard-moe/switchyard/internal/shm"
 )
 
 // far is a rank of another host, as one communicator has it. It puts bytes into segments of this host, and the rail counts them in words of its
@@ -183,7 +184,7 @@ func (n *hostRanks) rest(e *Engine, from, to int64) (over bool, err error) {
 			if time.Now().After(end) {
 				return false, &comm.PeerError{Rank: f.rank, Op: "close", Err: comm.ErrTimeout}
 			}
-			time.Sleep(20 * time.Microsecond)
+			shm.Sleep(20 * time.Microsecond)
 		}
 	}
 	ctx, cancel := context.WithDeadlineCause(context.Background(), end, comm.ErrTimeout)
