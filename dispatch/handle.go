@@ -28,6 +28,7 @@ type Handle struct {
 	routing *Routing // by which its calls go; nil: its own dispatch
 	ticket  uint64
 	alive   bool
+	fresh   bool  // only copies have come behind its dispatch
 	users   int   // launches that have not run yet
 	half    *op   // the second half of a call that has had its first
 	err     error // why the dispatch failed

@@ -24,6 +24,7 @@
 #include "dispatch/gradients.cuh"
 #include "dispatch/partial_sums.cuh"
 #include "dispatch/reduce_rows.cuh"
+#include "dispatch/rows/counts.cuh"
 #include "dispatch/rows/send.cuh"
 
 #define SW_DISPATCH_ROWS(name, quantiser) \
@@ -129,6 +130,24 @@ extern "C" __global__ void __launch_bounds__(SW_DISPATCH_THREADS, 1)
 	if (!now.begins())
 		return;
 	rows_receiver{a, b.sum, now.begun()}.finish((a.mode & SW_DISPATCH_CACHED) != 0);
+}
+
+// Counts of a token-major dispatch for the host, while the kernel before it sends. This kernel counts the call. One
+// block.
+extern "C" __global__ void __launch_bounds__(SW_DISPATCH_COUNTS_THREADS, 1)
+    dispatch_counts(const __grid_constant__ sw_dispatch_args a)
+{
+	using namespace sw;
+	SW_SHARED(counts_board, b);
+	call now = call::look(a.world);
+	u64 epoch = now.epoch();
+	if (now.begins()) {
+		if (now.advance_by_last())
+			fence_acq_rel_sys(); // for a kernel that begins behind this one's release
+		counts_teller{a, b, epoch}.run();
+	}
+	release_stream();
+	await_stream(); // what comes behind this kernel comes behind that one
 }
 
 // Rows from staging to their experts: the second half of an expert-major dispatch. With SW_DISPATCH_BESIDE it begins

@@ -10,14 +10,14 @@ import (
 
 // dispatchKernels are the kernels of MoE dispatch. Those by number type are indexed by it.
 type dispatchKernels struct {
-	rows, receive, begin, take, weights cuda.Function
-	results, takeResults, tokenWeights  cuda.Function
-	rowsFloat8, spread                  [3]cuda.Function
-	few                                 [2]fewKernels // for rows by token and by expert
-	sums, sumsFloat8                    [3]sumKernels // float8: in which partial sums cross as that
-	blocks                              int           // of any of them that run at once
-	byDefault                           int           // of them that a call takes unless its caller says more
-	shared                              int           // dynamic shared memory that a block can have
+	rows, counts, receive, begin, take, weights cuda.Function
+	results, takeResults, tokenWeights          cuda.Function
+	rowsFloat8, spread                          [3]cuda.Function
+	few                                         [2]fewKernels // for rows by token and by expert
+	sums, sumsFloat8                            [3]sumKernels // float8: in which partial sums cross as that
+	blocks                                      int           // of any of them that run at once
+	byDefault                                   int           // of them that a call takes unless its caller says more
+	shared                                      int           // dynamic shared memory that a block can have
 }
 
 // fewKernels are those of a dispatch of few tokens: of rows as they are, and of those that it makes float8.
@@ -161,7 +161,7 @@ func (k *maskedKernels) share(e *Engine) error {
 
 func (k *dispatchKernels) load(e *Engine) error {
 	entries := []entry{
-		{"dispatch_rows", &k.rows}, {"dispatch_receive", &k.receive}, {"combine_begin", &k.begin}, {"experts_take", &k.take},
+		{"dispatch_rows", &k.rows}, {"dispatch_counts", &k.counts}, {"dispatch_receive", &k.receive}, {"combine_begin", &k.begin}, {"experts_take", &k.take},
 		{"combine_weights", &k.weights},
 	}
 	entries = append(entries, fewEntries(&k.few, func(kind, order int, float8 bool) *cuda.Function {

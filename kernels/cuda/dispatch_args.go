@@ -31,26 +31,28 @@ const (
 	dispatchStretch        = 512               // elements of a float8 partial sum behind one group of scales
 	dispatchWindow         = 64                // rows of one rank that are told together when they are made
 	tokenWeightsThreads    = 256               // of a block of token_weights
+	dispatchCountsThreads  = 256               // of the one block of dispatch_counts
 	maskedRanks            = kernels.MaxMaskedRanks
 	maskEnded              = 32 // of a mask word: the bit of rank 0 among those of ranks whose processes have ended
 )
 
 // The bits of a launch's mode.
 const (
-	dispatchSend      = 1    // the first half of a call
-	dispatchReceive   = 2    // the second half
-	dispatchCached    = 4    // the routing is there already
-	dispatchFree      = 8    // peers may write this rank's output when they see the begin of this call
-	dispatchKeep      = 16   // the rows of a combine stay as they are until the handle's next dispatch is complete
-	dispatchCompact   = 32   // rows of one rank follow those of the one before
-	dispatchByExpert  = 64   // rows arrive in staging and are spread over the experts' rows
-	dispatchColumns   = 128  // scales in column-major order
-	dispatchExponents = 256  // scales are exponents, four in a word
-	dispatchZero      = 512  // padding is zero
-	dispatchWeigh     = 1024 // rows are multiplied by the weights of the dispatch
-	dispatchGiven     = 2048 // or by those next to the rows
-	dispatchBeside    = 4096 // the two kernels of the call run at the same time
-	dispatchPowers    = 8192 // scales are float32 powers of two
+	dispatchSend      = 1     // the first half of a call
+	dispatchReceive   = 2     // the second half
+	dispatchCached    = 4     // the routing is there already
+	dispatchFree      = 8     // peers may write this rank's output when they see the begin of this call
+	dispatchKeep      = 16    // the rows of a combine stay as they are until the handle's next dispatch is complete
+	dispatchCompact   = 32    // rows of one rank follow those of the one before
+	dispatchByExpert  = 64    // rows arrive in staging and are spread over the experts' rows
+	dispatchColumns   = 128   // scales in column-major order
+	dispatchExponents = 256   // scales are exponents, four in a word
+	dispatchZero      = 512   // padding is zero
+	dispatchWeigh     = 1024  // rows are multiplied by the weights of the dispatch
+	dispatchGiven     = 2048  // or by those next to the rows
+	dispatchBeside    = 4096  // the two kernels of the call run at the same time
+	dispatchPowers    = 8192  // scales are float32 powers of two
+	dispatchTold      = 16384 // a kernel next to the one that sends tells the host of counts, and counts the call
 )
 
 // dispatchBlock is where the words of a handle lie. All must be zero before the first call.
@@ -64,7 +66,7 @@ type dispatchBlock struct {
 	begins       place // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
 	dones        place // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
 	slotCounts   place // [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch
-	rankTotals   place // [size][size]: rows of each rank for each rank, as above
+	rankTotals   place // [2][size][size]: rows of each rank for each rank, as above
 	blockCounts  place // [blocks][size]: rows of this rank's blocks for each rank, as above
 	blockSlots   place // [blocks][slots]: choices of this rank's blocks for each slot, as above
 	made         place // [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows
@@ -91,7 +93,7 @@ func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, noteStride, 
 	b.begins, at = at, at+2*size*lineBytes
 	b.dones, at = at, kernels.AlignUp(at+2*size*dispatchMaxBlocks*16, kernels.LineBytes)
 	b.slotCounts, at = at, kernels.AlignUp(at+2*size*slots*8, kernels.LineBytes)
-	b.rankTotals, at = at, kernels.AlignUp(at+size*size*8, kernels.LineBytes)
+	b.rankTotals, at = at, kernels.AlignUp(at+2*size*size*8, kernels.LineBytes)
 	b.blockCounts, at = at, kernels.AlignUp(at+dispatchMaxBlocks*size*8, kernels.LineBytes)
 	b.blockSlots, at = at, kernels.AlignUp(at+dispatchMaxBlocks*slots*8, kernels.LineBytes)
 	b.made, at = at, kernels.AlignUp(at+size*((maxTokens+dispatchWindow-1)/dispatchWindow)*8, kernels.LineBytes)

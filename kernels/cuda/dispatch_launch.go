@@ -98,7 +98,7 @@ func (l *dispatchCall) overlaps() bool {
 
 // taking is how many blocks the pass has that takes rows next to the kernel which sends.
 func (l *dispatchCall) taking() int {
-	return min(dispatchTakeBesideBlocks, l.k.byDefault-l.crossing(true))
+	return min(dispatchTakeBesideBlocks, l.k.byDefault-l.crossing(true)-1) // which a kernel that tells of counts has
 }
 
 // takesBeside reports whether a copy that belongs to the call takes rows as they come. The place of a block's first row crosses in 24 bits.
@@ -151,6 +151,9 @@ func (l *dispatchCall) send(a dispatchArgs, quantises bool) error {
 	case l.c.Tokens <= dispatchSendMostTokens:
 		blocks = min(blocks, dispatchSendMostBlocks)
 	}
+	if a.mode&dispatchTold != 0 { // by one block more
+		blocks = min(blocks, l.blocks(l.k.byDefault)-1)
+	}
 	if part > dispatchPart && (!quantises || m.Scales.Block == 128 && m.Scales.Format != kernels.UE8M0Scales) {
 		n := (part + dispatchPart - 1) / dispatchPart
 		part = kernels.AlignUp((part+n-1)/n, 2048)
@@ -178,6 +181,23 @@ func (l *dispatchCall) send(a dispatchArgs, quantises bool) error {
 	}
 	a.interval = l.interval(wire, movers*int64(blocks), float64(rate))
 	l.launch(f, &a, blocks, dispatchThreads, int(movers*(depth*part+scales)+board))
+	return nil
+}
+
+// sendByToken appends the kernel that sends rows by token, and where the host wants counts of a whole dispatch one next to it that tells of them
+// while rows cross. Without room for that, counts are told when the rows are there.
+func (l *dispatchCall) sendByToken(a dispatchArgs) error {
+	alone := l.blocks(l.k.byDefault) < 2 || l.p.e.flags&cuda.Programmatic == 0
+	if alone || a.send.ticket == 0 || a.send.mapped == 0 || l.c.Op != kernels.OpDispatch || l.c.Phase != kernels.Both {
+		return l.send(a, l.m.Quantizes())
+	}
+	a.mode |= dispatchTold
+	s := a
+	s.send.mapped, s.send.ticket = 0, 0
+	if err := l.send(s, l.m.Quantizes()); err != nil {
+		return err
+	}
+	l.launch(l.k.counts, &a, 1, dispatchCountsThreads, 0)
 	return nil
 }
 
@@ -264,7 +284,7 @@ func (x *dispatches) addTokens(p *port, d *kernels.Dispatch) (beside bool, _ err
 		return false, nil
 	case m.Layout.ByToken() && d.Phase&kernels.Send != 0:
 		if d.Into == nil || !l.takesBeside() {
-			return false, l.send(a, m.Quantizes())
+			return false, l.sendByToken(a)
 		}
 		a.mode |= dispatchBeside
 		if err := l.send(a, m.Quantizes()); err != nil {

@@ -419,6 +419,18 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"counts are told before all blocks have counted": {
 			"i < blockIdx.x * a.slots; i += threads)", "i < 0 * a.slots; i += threads)",
 		},
+		"totals of two calls share a place": {
+			"a.state.rank_totals + (((epoch & 1)", "a.state.rank_totals + (((epoch & 0)",
+		},
+		"the host hears of counts though a choice is no expert": {
+			"(rows & some_wrong) == 0;", "true;",
+		},
+		"a block does not hear of wrong choices of those before it": {
+			"\t\t\t\t\tb.wrong = some_wrong;", "\t\t\t\t\t;",
+		},
+		"the host hears of counts though an output is too small": {
+			"b.total[threadIdx.x] > a.out.most;", "false;",
+		},
 		"a place is loaded again before its row has been sent": {
 			"if (a.depth == 1)\n\t\t\t\tbulk_await_read<0>();\n\t\t\telse\n\t\t\t\tbulk_await_read<1>();", "",
 		},

@@ -172,16 +172,18 @@ extern "C" __global__ void __launch_bounds__(SW_RESULT_THREADS) copy_results(con
 	copy_parts(a, 0);
 }
 
-// Rows as they come, and everything else behind the dispatch, which runs in front of it. This kernel counts the call.
+// Rows as they come, and everything else behind the dispatch, which runs in front of it. This kernel counts the call,
+// unless one that tells of counts, between them, has counted it.
 extern "C" __global__ void __launch_bounds__(SW_TAKE_RESULT_THREADS, 1)
     take_results(const __grid_constant__ sw_take_result_args t)
 {
 	using namespace sw;
 	SW_SHARED(results_board, b);
+	bool told = (t.call.mode & SW_DISPATCH_TOLD) != 0;
 	call now = call::look(t.call.world);
-	u64 epoch = now.epoch();
+	u64 epoch = told ? now.begun() : now.epoch();
 	bool good = now.begins();
-	if (good)
+	if (good && !told)
 		now.advance_by_last();
 	if (good)
 		rows_taker{t, b, epoch}.run();

@@ -8,8 +8,16 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// addResults appends the copy of what a dispatch has left. It begins when all before it on the stream has ended.
+// addResults appends the copy of what a dispatch has left. It begins when all before it on the stream has ended, or while the dispatch runs.
 func (x *dispatches) addResults(p *port, r *kernels.Results) error {
+	l, err := x.call(p, &kernels.DispatchCall{Op: kernels.OpDispatch, Handle: r.Handle, Blocks: r.Blocks, Phase: kernels.Both})
+	if err != nil {
+		return err
+	}
+	if r.Beside && l.takesBeside() {
+		l.base.mode |= dispatchTold // a kernel in front has counted the call
+		return l.takeResults(&l.base, r)
+	}
 	a, bytes, err := x.results(p, r)
 	if err != nil {
 		return err

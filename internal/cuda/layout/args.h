@@ -76,6 +76,7 @@ enum {
 	SW_DISPATCH_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
 	SW_DISPATCH_WINDOW = 64, /* rows of one rank that are told together when they are made */
 	SW_TOKEN_WEIGHTS_THREADS = 256, /* of a block of token_weights */
+	SW_DISPATCH_COUNTS_THREADS = 256, /* of the one block of dispatch_counts */
 	SW_MASKED_RANKS = 16,
 	SW_MASK_ENDED = 32, /* of a mask word: the bit of rank 0 among those of ranks whose processes have ended */
 };
@@ -96,6 +97,7 @@ enum {
 	SW_DISPATCH_GIVEN = 2048, /* or by those next to the rows */
 	SW_DISPATCH_BESIDE = 4096, /* the two kernels of the call run at the same time */
 	SW_DISPATCH_POWERS = 8192, /* scales are float32 powers of two */
+	SW_DISPATCH_TOLD = 16384, /* a kernel next to the one that sends tells the host of counts, and counts the call */
 };
 
 /* Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it
@@ -257,7 +259,7 @@ struct sw_dispatch_block {
 	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
 	uint64_t dones; /* [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there */
 	uint64_t slot_counts; /* [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch */
-	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, as above */
+	uint64_t rank_totals; /* [2][size][size]: rows of each rank for each rank, as above */
 	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, as above */
 	uint64_t block_slots; /* [blocks][slots]: choices of this rank's blocks for each slot, as above */
 	uint64_t made; /* [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows */
@@ -518,7 +520,7 @@ static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int
 	b.slot_counts = at;
 	at = (at + 2 * size * slots * 8 + 128 - 1) / 128 * 128;
 	b.rank_totals = at;
-	at = (at + size * size * 8 + 128 - 1) / 128 * 128;
+	at = (at + 2 * size * size * 8 + 128 - 1) / 128 * 128;
 	b.block_counts = at;
 	at = (at + SW_DISPATCH_MAX_BLOCKS * size * 8 + 128 - 1) / 128 * 128;
 	b.block_slots = at;

@@ -54,6 +54,16 @@ __device__ __forceinline__ u64 slot_count(const sw_dispatch_args &a, u32 dst, u3
 	return segment(a.world, dst) + a.state.slot_counts + (((epoch & 1) * a.world.size + src) * a.slots + slot) * 8;
 }
 
+// How many rows src has for dst, where a rank looks.
+__device__ __forceinline__ u64 rank_total(const sw_dispatch_args &a, u32 rank, u32 src, u32 dst, u64 epoch)
+{
+	return segment(a.world, rank) + a.state.rank_totals +
+	       (((epoch & 1) * a.world.size + src) * a.world.size + dst) * 8;
+}
+
+// Beside a number of rows of a block or rank: a choice of its tokens is no expert.
+constexpr u32 some_wrong = 1u << 31;
+
 // A number behind the low half of a call's. Each is in a word of its own and written once a call.
 __device__ __forceinline__ u64 numbered(u64 epoch, u32 n) { return epoch << 32 | n; }
 __device__ __forceinline__ bool is_of(u64 word, u64 epoch)

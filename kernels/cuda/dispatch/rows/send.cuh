@@ -19,7 +19,8 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 	u32 n = a.world.size, warp = threadIdx.x / 32,
 	    ring = a.movers * (a.depth * a.part + (Quantiser::makes_scales ? SW_DISPATCH_SCALES : 0));
 	bool cached = (a.mode & SW_DISPATCH_CACHED) != 0, moves = warp < a.movers;
-	bool by_expert = (a.mode & SW_DISPATCH_BY_EXPERT) != 0, beside = (a.mode & SW_DISPATCH_BESIDE) != 0;
+	bool by_expert = (a.mode & SW_DISPATCH_BY_EXPERT) != 0, told = (a.mode & SW_DISPATCH_TOLD) != 0,
+	     beside = (a.mode & (SW_DISPATCH_BESIDE | SW_DISPATCH_TOLD)) != 0;
 	// While the kernel before runs: shared memory.
 	if (!cached) {
 		placement::fill(a, b.slot_cache);
@@ -38,7 +39,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 	if (threadIdx.x < 32)
 		b.moved[threadIdx.x] = 0;
 	if (threadIdx.x == 0)
-		b.bad = 0, b.failed = 0;
+		b.bad = 0, b.failed = 0, b.wrong = 0;
 	fence_bulk();
 	call now = call::open(a.world);
 	// Reads that take long are issued together.
@@ -49,7 +50,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 	if (!now.begins())
 		return;
 	if (beside)
-		release_stream(); // for the kernel that takes the rows, which counts the call
+		release_stream(); // for the kernel that takes or tells of the rows, which counts the call
 	else
 		now.advance_by_last();
 	// The first rows are on their way to shared memory while the block finds out where they go.
@@ -69,7 +70,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 		r.count();
 		good = r.add_blocks_before() && good;
 		good = !__syncthreads_or(!good);
-		if (good && (a.mode & SW_DISPATCH_COMPACT) != 0) {
+		if (good && (told || (a.mode & SW_DISPATCH_COMPACT) != 0)) {
 			if (blockIdx.x == gridDim.x - 1)
 				r.publish_totals();
 			__syncthreads(); // what has been told changes now

@@ -45,6 +45,7 @@ struct rows_board {
 	u32 moved[32];            // parts that each warp has moved, and that are written
 	unsigned long long bad;
 	u32 failed;            // a thread has given up
+	u32 wrong;             // some_wrong where a block before this one has such a choice
 	u32 sum[SW_MAX_RANKS]; // rows of each rank, of receiving
 };
 
@@ -69,7 +70,7 @@ struct rows_sender {
 	// Whether somebody takes rows while others are on their way.
 	__device__ __forceinline__ bool progresses() const
 	{
-		return (a.mode & (SW_DISPATCH_BY_EXPERT | SW_DISPATCH_BESIDE)) != 0;
+		return (a.mode & (SW_DISPATCH_BY_EXPERT | SW_DISPATCH_BESIDE | SW_DISPATCH_TOLD)) != 0;
 	}
 
 	// Counts where the block's tokens go, and tells the blocks behind it. place is 0 before; afterwards it counts
@@ -103,7 +104,7 @@ struct rows_sender {
 		if (threadIdx.x < n)
 			store_relaxed_sys(own(a.state.block_counts) +
 			                      (static_cast<u64>(blockIdx.x) * n + threadIdx.x) * 8,
-			                  numbered(epoch, b.sent[threadIdx.x]));
+			                  numbered(epoch, b.sent[threadIdx.x] | (b.bad != 0 ? some_wrong : 0)));
 	}
 
 	// Adds up what the blocks before this one have, by rank. False when one of them does not come.
@@ -114,9 +115,11 @@ struct rows_sender {
 		for (u32 i = threadIdx.x; i < blockIdx.x * n; i += blockDim.x) {
 			u32 rows;
 			if (await_number(a, own(a.state.block_counts) + static_cast<u64>(i) * 8, epoch, a.world.rank,
-			                 rows))
-				atomicAdd(&b.before[i % n], rows);
-			else
+			                 rows)) {
+				atomicAdd(&b.before[i % n], rows & ~some_wrong);
+				if ((rows & some_wrong) != 0)
+					b.wrong = some_wrong;
+			} else
 				good = false;
 		}
 		return good;
@@ -128,9 +131,9 @@ struct rows_sender {
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
 			u32 p = i / n, d = i - p * n;
-			store_relaxed_sys(segment(a.world, p) + a.state.rank_totals +
-			                      (static_cast<u64>(a.world.rank) * n + d) * 8,
-			                  numbered(epoch, b.before[d] + b.sent[d]));
+			store_relaxed_sys(
+			    rank_total(a, p, a.world.rank, d, epoch),
+			    numbered(epoch, (b.before[d] + b.sent[d]) | b.wrong | (b.bad != 0 ? some_wrong : 0)));
 		}
 	}
 
@@ -228,10 +231,11 @@ struct rows_sender {
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
 			u32 src = i / n, d = i - src * n, rows;
-			if (!await_number(a, own(a.state.rank_totals) + static_cast<u64>(i) * 8, epoch, src, rows)) {
+			if (!await_number(a, rank_total(a, a.world.rank, src, d, epoch), epoch, src, rows)) {
 				good = false;
 				continue;
 			}
+			rows &= ~some_wrong;
 			atomicAdd(&b.sum[d], rows);
 			if (src < a.world.rank)
 				atomicAdd(&b.before[d], rows);
