@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 from switchyard import errors
 from switchyard._torch.compiler import leaving
-from switchyard._torch.cuda import raw_stream
+from switchyard._torch.cuda import stream_now
 
 from .utils.event import EventHandle, event_of
 
@@ -76,7 +76,6 @@ class Reads:
         self._device, self._cuda = device, device.type == "cuda"
         self._event: Any = None
         self._stream: Any = None
-        self._raw, self._now = -1, None  # type: int, Any
 
     def capturing(self) -> bool:
         """Whether the current stream is captured."""
@@ -87,11 +86,8 @@ class Reads:
             raise errors.Unsupported(f"deep_ep: {what} cannot be made while a CUDA graph is captured: make one like it before")
 
     def current(self) -> Any:
-        """The current stream of the device, which mostly is that of the last call: an object for it is made once."""
-        raw = raw_stream(self._device.index)
-        if raw != self._raw:
-            self._raw, self._now = raw, torch.cuda.current_stream(self._device)
-        return self._now
+        """The current stream of the device."""
+        return stream_now(self._device.index)
 
     def mark(self) -> None:
         """Remember that outputs have been read so far."""
