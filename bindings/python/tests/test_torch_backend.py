@@ -364,6 +364,49 @@ def test_coalesced_calls_and_lists(backend):
     backend.run(several)
 
 
+def once(rank, size):
+    """Reductions and gathers as those on GPUs, here of the host: one look at the operator, one try by an operator of torch."""
+    from switchyard._core.native import library
+    from switchyard._torch import calls, cuda
+
+    x, parts, gathered = torch.full((2 * size,), rank + 1.0), torch.empty(2), torch.empty(2 * size)
+    dist.all_reduce(torch.ones(1))  # the ranks have met
+    total = size * (size + 1) / 2
+    counts = {"op_name": 0, "soonest": 0}
+
+    def counted(name):
+        function = getattr(calls, name)
+
+        def call(*arguments):
+            counts[name] += 1
+            answer = function(*arguments)
+            assert name == "op_name" or (answer is not None) is (library().operators() is None)
+            return answer
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "ours", lambda output, input: True)
+        for name in counts:
+            patch.setattr(calls, name, counted(name))
+        if library().operators() is not None:  # this torch has none of them
+            patch.setattr(dist.group.WORLD, "_gpu_of", lambda tensors: None, raising=False)
+        for make, names in (
+            (lambda: dist.all_reduce(x), 1),
+            (lambda: dist.reduce_scatter_tensor(parts, x), 1),
+            (lambda: dist.all_gather_into_tensor(gathered, parts), 0),
+        ):
+            counts.update(op_name=0, soonest=0)
+            make()
+            assert counts == {"op_name": names, "soonest": 1}, counts
+    for made, want in ((x, total), (parts, size * total), (gathered, size * total)):
+        assert (made == want).all()
+
+
+def test_reductions_try_an_operator_once(backend):
+    backend.run(once)
+
+
 def refused(rank, size):
     with pytest.raises(ValueError, match="contiguous"):
         dist.all_to_all_single(torch.empty(size, 2), torch.empty(2, size).t())

@@ -28,25 +28,13 @@ def ours(*tensors: Tensor) -> bool:
     return all(map(calls._ours, tensors))
 
 
-def reducible(x: Tensor, opts: Any) -> bool:
-    return ours(x) and known(x, opts)
-
-
 def flat(tensors: list[list[Tensor]]) -> list[Tensor]:
     return [x for each in tensors for x in each]
 
 
-def kinds_of(tensors: list[Tensor], opts: Any) -> list[Any]:
+def kinds_of(tensors: list[Tensor], op: str) -> list[Any]:
     """Data type and operator of the reductions of tensors as the library takes them, None for what it cannot do."""
-    op = calls.op_name(opts.reduceOp)
     return [None if x.is_complex() else calls.kind_of(x, op) for x in tensors]
-
-
-def known(x: Tensor, opts: Any) -> bool:
-    """Whether the library reduces such numbers."""
-    if x.is_complex():
-        return False
-    return calls.kind_of(x, calls.op_name(opts.reduceOp)) is not None
 
 
 def every(parts: list[Any], outputs: list[Tensor]) -> Any:

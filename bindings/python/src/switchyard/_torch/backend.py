@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import errors
 from .._core.places import Gpu
 from . import calls, cuda, fallback, groups, lists, pairs
-from .arguments import every, flat, kinds_of, known, listed, number, ours, reducible
+from .arguments import every, flat, kinds_of, listed, number, ours
 from .groups import Submission
 from .operators import Exchanges
 from .tensors import apart, as_bytes, readable
@@ -182,8 +182,15 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
             cuda.one_device(tensors[0], x)
         return None if comm is None else cuda.gpu_of(comm, self._wrapped, tensors[0].get_device())
 
-    def _on_gpu(self, opts: Any, outputs: list[Tensor], inputs: list[Tensor], prepare: Callable[[], list[Submission]]) -> Any:
-        """Reductions or gathers of CUDA tensors that are ours; None where these GPUs cannot."""
+    def _on_gpu(
+        self, opts: Any, outputs: list[Tensor], inputs: list[Tensor], prepare: Callable[[], list[Submission]],
+        make: Callable[[Exchanges, int], bool] | None = None,
+    ) -> Any:  # fmt: skip
+        """Reductions or gathers of CUDA tensors that are ours; None where these GPUs cannot. make makes the call of one output
+        and one input as an operator, which is sooner."""
+        work = self._operated(opts, outputs[0], inputs[0], make) if make and len(outputs) == len(inputs) == 1 else None
+        if work is not None:
+            return work
         gpu = self._gpu_of([*inputs, *outputs])
         if gpu is None:
             return None
@@ -222,58 +229,52 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
         return self._submit("all_to_all", prepare, torchs, outputs)
 
-    def _refuse_gloos(self, call: str, tensors: list[Tensor], opts: Any) -> None:
+    def _op_of(self, call: str, tensors: list[Tensor], opts: Any) -> str:
+        """The operator of a call's reductions, of which those are refused that gloo would fail at."""
+        op = calls.op_name(opts.reduceOp)
         for x in tensors:
-            calls.refuse_gloos(self, call, x, calls.op_name(opts.reduceOp))
+            calls.refuse_gloos(self, call, x, op)
+        return op
 
     def allreduce(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceOptions()
-        self._refuse_gloos("all_reduce", tensors, opts)
-        work = self._reduce_on_gpu(tensors, opts) if len(tensors) == 1 else None
+        kinds = kinds_of(tensors, self._op_of("all_reduce", tensors, opts))
+        work = self._reduce_on_gpu(tensors, kinds, opts) if len(tensors) == 1 else None
         if work is not None:
             return work
-        if len(tensors) != 1 or not reducible(tensors[0], opts):
-            return self._theirs("all_reduce", tensors, kinds_of(tensors, opts)).allreduce(tensors, opts)
-        return self._reduce("all_reduce", tensors, opts)
+        if len(tensors) != 1 or kinds[0] is None or not ours(*tensors):
+            return self._theirs("all_reduce", tensors, kinds).allreduce(tensors, opts)
+        return self._reduce("all_reduce", tensors[0], kinds[0], opts)
 
     def allreduce_coalesced(self, tensors, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.AllreduceCoalescedOptions()
-        self._refuse_gloos("all_reduce_coalesced", tensors, opts)
-        work = self._reduce_on_gpu(tensors, opts)
+        kinds = kinds_of(tensors, self._op_of("all_reduce_coalesced", tensors, opts))
+        work = self._reduce_on_gpu(tensors, kinds, opts)
         if work is not None:
             return work
-        if all(reducible(t, opts) for t in tensors):
-            return every([self._reduce("all_reduce_coalesced", [t], opts) for t in tensors], tensors)
-        return self._theirs("all_reduce_coalesced", tensors, kinds_of(tensors, opts)).allreduce_coalesced(tensors, opts)
+        if None in kinds or not ours(*tensors):
+            return self._theirs("all_reduce_coalesced", tensors, kinds).allreduce_coalesced(tensors, opts)
+        return every([self._reduce("all_reduce_coalesced", *each, opts) for each in zip(tensors, kinds)], tensors)
 
-    def _reduce_on_gpu(self, tensors: list[Tensor], opts: Any) -> Any:
+    def _reduce_on_gpu(self, tensors: list[Tensor], kinds: list[Any], opts: Any) -> Any:
         """all_reduce of tensors that are all on a GPU; None where the library does not have it, or these GPUs cannot."""
-        if not tensors or not all(cuda.ours(x, x) and known(x, opts) for x in tensors):
+        if not tensors or None in kinds or not all(map(cuda.ours, tensors, tensors)):
             return None
-        if len(tensors) == 1:
-            (x,) = tensors
-            kind = calls._KINDS.get((x.dtype, calls.op_name(opts.reduceOp)))
-            work = kind and self._operated(opts, x, x, lambda made, at: made.reduce(x, kind, at))
-            if work:
-                return work
+        return self._on_gpu(
+            opts,
+            tensors,
+            tensors,
+            lambda: [calls.reduce(*each) for each in zip(tensors, kinds)],
+            lambda made, at: made.reduce(tensors[0], kinds[0], at),
+        )
 
-        def prepare() -> list[Submission]:
-            kinds = [calls._KINDS[x.dtype, calls.op_name(opts.reduceOp)] for x in tensors]
-            return [calls.reduce(x, kind) for x, kind in zip(tensors, kinds) if kind is not None]
-
-        return self._on_gpu(opts, tensors, tensors, prepare)
-
-    def _reduce(self, operation: str, tensors: list[Tensor], opts: Any) -> Any:
-        (x,) = tensors
-        kind = calls._KINDS[x.dtype, calls.op_name(opts.reduceOp)]
-        assert kind is not None
-
+    def _reduce(self, operation: str, x: Tensor, kind: Any, opts: Any) -> Any:
         def torchs(pg: Any) -> Any:
             options = dist.AllreduceOptions()
             options.reduceOp = opts.reduceOp
-            return pg.allreduce(tensors, options)
+            return pg.allreduce([x], options)
 
-        return self._submit(operation, lambda: calls.reduce(x, kind), torchs, tensors)
+        return self._submit(operation, lambda: calls.reduce(x, kind), torchs, [x])
 
     def _allgather_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or c10d.AllgatherOptions()
@@ -293,12 +294,14 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         """all_gather into tensors that are all on a GPU; None where they are not, or these GPUs cannot."""
         if not outputs or not all(map(cuda.ours, outputs, inputs)):
             return None
-        if len(outputs) == len(inputs) == 1:
-            work = self._operated(opts, outputs[0], inputs[0], lambda made, at: made.gather(outputs[0], inputs[0], at))
-            if work is not None:
-                return work
         n = self._group.size
-        return self._on_gpu(opts, outputs, inputs, lambda: [calls.gather(n, *each) for each in zip(outputs, inputs)])
+        return self._on_gpu(
+            opts,
+            outputs,
+            inputs,
+            lambda: [calls.gather(n, *each) for each in zip(outputs, inputs)],
+            lambda made, at: made.gather(outputs[0], inputs[0], at),
+        )
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         work = self._gather_on_gpu(outputs, inputs, opts)
@@ -311,8 +314,7 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def _reduce_scatter_base(self, output, input, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
-        self._refuse_gloos("reduce_scatter_tensor", [input], opts)
-        kind = calls.kind_of(input, calls.op_name(opts.reduceOp))
+        kind = calls.kind_of(input, self._op_of("reduce_scatter_tensor", [input], opts))
         work = self._scatter_on_gpu([output], [input], [kind], opts)
         if work is not None:
             return work
@@ -329,19 +331,19 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
         """reduce_scatter of tensors that are all on a GPU; None where the library does not have it, or these GPUs cannot."""
         if not outputs or None in kinds or not all(map(cuda.ours, outputs, inputs)):
             return None
-        if len(outputs) == len(inputs) == 1:
-            work = self._operated(
-                opts, outputs[0], inputs[0], lambda made, at: made.scatter(outputs[0], inputs[0], kinds[0], at)
-            )
-            if work is not None:
-                return work
         n = self._group.size
-        return self._on_gpu(opts, outputs, inputs, lambda: [calls.scatter(n, *each) for each in zip(outputs, inputs, kinds)])
+        return self._on_gpu(
+            opts,
+            outputs,
+            inputs,
+            lambda: [calls.scatter(n, *each) for each in zip(outputs, inputs, kinds)],
+            lambda made, at: made.scatter(outputs[0], inputs[0], kinds[0], at),
+        )
 
     def reduce_scatter_tensor_coalesced(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
-        self._refuse_gloos("reduce_scatter_tensor_coalesced", inputs, opts)
-        kinds = [calls.kind_of(x, calls.op_name(opts.reduceOp)) for x in inputs]
+        op = self._op_of("reduce_scatter_tensor_coalesced", inputs, opts)
+        kinds = [calls.kind_of(x, op) for x in inputs]
         work = self._scatter_on_gpu(outputs, inputs, kinds, opts)
         if work is not None:
             return work
@@ -366,8 +368,8 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs, inputs, opts=None):  # type: ignore[no-untyped-def]
         opts = opts or dist.ReduceScatterOptions()
-        self._refuse_gloos("reduce_scatter", outputs, opts)
-        kind = calls.kind_of(outputs[0], calls.op_name(opts.reduceOp)) if outputs else None
+        op = self._op_of("reduce_scatter", outputs, opts)
+        kind = calls.kind_of(outputs[0], op) if outputs else None
         one, sources = kind is not None and len(outputs) == 1 and len(inputs) == 1, flat(inputs)
 
         def prepare() -> Submission:
@@ -422,16 +424,17 @@ class SwitchyardProcessGroup(dist.ProcessGroup):
     def reduce(self, tensors, opts=None, **named):  # type: ignore[no-untyped-def]
         if opts is None:  # torch's variants with an operator by name, whose backend refuses
             return self._theirs("reduce", tensors).reduce(tensors, **named)
-        self._refuse_gloos("reduce", tensors, opts)
+        kinds = kinds_of(tensors, self._op_of("reduce", tensors, opts))
         if len(tensors) == 1 and tensors[0].is_cuda:
             own = tensors if self._group.rank == opts.rootRank else [tensors[0].detach().clone()]
-            work = self._reduce_on_gpu(own, opts)
-            return work or self._theirs("reduce", tensors, kinds_of(tensors, opts)).reduce(tensors, opts)
-        if len(tensors) != 1 or not reducible(tensors[0], opts):
-            return self._theirs("reduce", tensors, kinds_of(tensors, opts), gpus=False).reduce(tensors, opts)
+            work = self._reduce_on_gpu(own, kinds, opts)
+            return work or self._theirs("reduce", tensors, kinds).reduce(tensors, opts)
+        if len(tensors) != 1 or kinds[0] is None or not ours(*tensors):
+            return self._theirs("reduce", tensors, kinds, gpus=False).reduce(tensors, opts)
+        (x,) = tensors
         if self._group.rank != opts.rootRank:  # all ranks reduce, and what the root alone is to get stays in a copy
-            return self._reduce("reduce", [tensors[0].detach().clone()], opts)
-        return self._reduce("reduce", tensors, opts)
+            x = x.detach().clone()
+        return self._reduce("reduce", x, kinds[0], opts)
 
     # Torch's names of them from 2.15 on.
     all_to_all_single = alltoall_base
