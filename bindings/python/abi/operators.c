@@ -31,7 +31,7 @@ DRIVER_FUNCTIONS(POINTER)
 
 static int32_t host, gpu, strided;
 // torch's numbers of the types, in the order of SWITCHYARD_TYPES.
-static int32_t types[6];
+static int32_t types[7];
 static atomic_bool forked;
 
 static void fork_child(void) { atomic_store(&forked, true); }
@@ -293,33 +293,44 @@ static torch_tensor rows_of(const struct switchyard_dispatches *d, struct made *
 	return x;
 }
 
+static struct switchyard_buffer buffer(const struct view *v, int64_t bytes)
+{
+	return (struct switchyard_buffer){(uint64_t)(uintptr_t)v->data, bytes};
+}
+
+// The tokens of a dispatch, their choices, and weights where there are some. Nothing may be unusual about them.
+static bool tokens_of(torch_tensor tokens, torch_tensor experts, torch_tensor weights,
+                      const struct switchyard_dispatches *d, struct switchyard_dispatch_call *call)
+{
+	struct view x, idx, w;
+	if (atomic_load(&forked) || d->Numbers > MOST_NUMBERS || !view_of(tokens, &x) || !view_of(experts, &idx) ||
+	    x.dim < 1 || !is(&x, d->Device, d->TokenType, x.sizes[0], d->Hidden) || !aligned(&x) ||
+	    !is(&idx, d->Device, d->IndexType, x.sizes[0], d->TopK))
+		return false;
+	if (weights) {
+		if (!view_of(weights, &w) || !is(&w, d->Device, SWITCHYARD_FLOAT32, x.sizes[0], d->TopK))
+			return false;
+		call->Weights = buffer(&w, 4 * x.sizes[0] * d->TopK);
+	}
+	call->X = buffer(&x, x.sizes[0] * d->TokenBytes);
+	call->Experts = buffer(&idx, x.sizes[0] * d->ChoiceBytes);
+	return true;
+}
+
 static torch_tensor send(torch_tensor tokens, torch_tensor experts, torch_tensor weights, torch_tensor told,
                          const struct switchyard_dispatches *d, struct made *made, int64_t *counts)
 {
 	struct switchyard_dispatch_call call = {0};
-	struct view x, idx, w, n;
+	struct view n;
 	uint64_t stream, ticket = 0;
 	made->code = UNUSUAL;
-	if (atomic_load(&forked) || d->Numbers > MOST_NUMBERS || !view_of(tokens, &x) || !view_of(experts, &idx) ||
-	    x.dim < 1 || !is(&x, d->Device, d->TokenType, x.sizes[0], d->Hidden) || !aligned(&x) ||
-	    !is(&idx, d->Device, d->IndexType, x.sizes[0], d->TopK) || !stream_of(d->Device, &stream))
+	if (!tokens_of(tokens, experts, weights, d, &call) || !stream_of(d->Device, &stream))
 		return undefined();
-	if (weights) {
-		if (!view_of(weights, &w) || !is(&w, d->Device, SWITCHYARD_FLOAT32, x.sizes[0], d->TopK))
-			return undefined();
-		call.Weights.Addr = (uint64_t)(uintptr_t)w.data;
-		call.Weights.Bytes = 4 * x.sizes[0] * d->TopK;
-	}
 	if (told) {
 		if (!view_of(told, &n) || n.device != d->Device || n.dtype != types[SWITCHYARD_INT32] || n.dim != 1)
 			return undefined();
-		call.Numbers.Addr = (uint64_t)(uintptr_t)n.data;
-		call.Numbers.Bytes = 4 * n.sizes[0];
+		call.Numbers = buffer(&n, 4 * n.sizes[0]);
 	}
-	call.X.Addr = (uint64_t)(uintptr_t)x.data;
-	call.X.Bytes = x.sizes[0] * d->TokenBytes;
-	call.Experts.Addr = (uint64_t)(uintptr_t)idx.data;
-	call.Experts.Bytes = x.sizes[0] * d->ChoiceBytes;
 	if (d->Device >= 0)
 		made->code = switchyard_dispatch(d->Handle, stream, &call, 0, NULL);
 	else
@@ -377,6 +388,141 @@ static void dispatch_told(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 	torch_tensor told = (torch_tensor)stack[2];
 	dispatch(stack, inputs, NULL, told);
 	(void)aoti_torch_delete_tensor_object(told);
+}
+
+// What a delivery has made, in the order of what the operator returns behind the tensors.
+struct left {
+	int64_t code, handle, ticket, routing, at, copy, length;
+};
+
+// The tensors of a result: switchyard_deliveries' parts, then the memory of its routing.
+#define PARTS 4
+#define TENSORS (PARTS + 1)
+
+// Routings begin at multiples of this, and so do the lists behind them. torch begins memory of GPUs there.
+#define ALIGN 128
+
+static int64_t up(int64_t n) { return (n + ALIGN - 1) / ALIGN * ALIGN; }
+
+static bool fresh(int64_t dim, const int64_t *sizes, int64_t type, int64_t device, torch_tensor *x, uint64_t *at)
+{
+	const int64_t strides[2] = {dim == 2 ? sizes[1] : 1, 1};
+	void *data;
+	if (aoti_torch_empty_strided(dim, sizes, strides, types[type], device < 0 ? host : gpu, (int32_t)device, x)) {
+		*x = NULL;
+		return false;
+	}
+	if (aoti_torch_get_data_ptr(*x, &data))
+		return false;
+	*at = (uint64_t)(uintptr_t)data;
+	return true;
+}
+
+// Fresh memory for a result of a length, and for a copy of the choices of its tokens where there are some.
+static bool room(const struct switchyard_deliveries *of, const struct switchyard_buffer *choices, struct left *left,
+                 torch_tensor *made, struct switchyard_result_call *r)
+{
+	struct switchyard_buffer *const into[PARTS] = {&r->Rows, &r->Scales, &r->Indices, &r->Weights};
+	const int64_t length = left->length, device = of->Of.Device;
+	uint64_t at;
+	for (int i = 0; i < PARTS; i++) {
+		const struct switchyard_part *part = &of->Parts[i];
+		const int64_t sizes[2] = {length, part->Width};
+		if (!part->Bytes)
+			continue;
+		if (!fresh(part->Width < 0 ? 1 : 2, sizes, part->Type, device, &made[i], &into[i]->Addr))
+			return false;
+		into[i]->Bytes = length * part->Bytes;
+	}
+	left->copy = up(of->Sources + length * of->SourceBytes);
+	const int64_t size = left->copy + choices->Bytes + (device < 0 ? ALIGN - 1 : 0);
+	if (!fresh(1, &size, SWITCHYARD_UINT8, device, &made[PARTS], &at))
+		return false;
+	at = (uint64_t)up((int64_t)at);
+	left->at = (int64_t)at;
+	r->Sources = (struct switchyard_buffer){at + (uint64_t)of->Sources, length * of->SourceBytes};
+	r->Counts = (struct switchyard_buffer){at + (uint64_t)of->Counts, of->CountBytes};
+	r->Offsets = (struct switchyard_buffer){at + (uint64_t)of->Offsets, of->OffsetBytes};
+	r->RankCounts = (struct switchyard_buffer){at + (uint64_t)of->Ranks, of->RankBytes};
+	r->Routing = (struct switchyard_buffer){at, of->RoutingBytes};
+	r->From = *choices;
+	r->To = (struct switchyard_buffer){at + (uint64_t)left->copy, choices->Bytes};
+	r->Length = length;
+	r->Release = 1;
+	return true;
+}
+
+// Makes a dispatch of tokens, scales, choices and weights, and copies its result. The host waits for counts where it
+// has no stream, or where nobody says how long the result is. It returns how many. Where memory lacks, or counts are
+// late, behind the dispatch, the rest of the call is Python's.
+static int64_t deliver(const torch_tensor *given, bool copies, const struct switchyard_deliveries *of,
+                       struct left *left, torch_tensor *made, int64_t *counts)
+{
+	const struct switchyard_dispatches *d = &of->Of;
+	struct switchyard_dispatch_call call = {0};
+	struct switchyard_result_call r = {0};
+	const bool known = left->length >= 0;
+	const int64_t numbers = d->Device < 0 || !known ? d->Numbers : 0;
+	struct view scales, weights;
+	uint64_t stream, ticket = 0;
+	left->code = UNUSUAL;
+	if (!view_of(given[1], &scales) || !view_of(given[3], &weights) ||
+	    !tokens_of(given[0], given[2], weights.dim == 1 ? NULL : given[3], d, &call))
+		return 0;
+	if (scales.dim != 1) {
+		if (scales.dim != 2 || scales.device != d->Device || scales.dtype != types[of->ScaleType] ||
+		    scales.sizes[0] * d->TokenBytes != call.X.Bytes)
+			return 0;
+		call.Scales = buffer(&scales, bytes_of(&scales));
+	}
+	const struct switchyard_buffer choices = copies ? call.Experts : (struct switchyard_buffer){0};
+	if (!stream_of(d->Device, &stream) || (known && !room(of, &choices, left, made, &r)))
+		return 0;
+	left->code = switchyard_deliver(d->Handle, stream, &call, known ? &r : NULL, d->Wait, &ticket, counts, numbers);
+	if (left->code == 0 && !known) {
+		left->length = of->Whole ? d->MaxRows : counts[0];
+		r.Handle = call.Made;
+		if (!room(of, &choices, left, made, &r))
+			left->code = AGAIN;
+		else if ((left->code = switchyard_results(d->Handle, stream, &r)) == 0)
+			call.Made = 0;
+	}
+	if (left->code != 0 && left->code != AGAIN && call.Made) {
+		(void)switchyard_release(call.Made);
+		call.Made = 0;
+	}
+	left->handle = (int64_t)call.Made;
+	left->ticket = (int64_t)ticket;
+	left->routing = (int64_t)r.Made;
+	return left->code == 0 ? numbers : 0;
+}
+
+// switchyard::deliver_rows. Scales and weights of one dimension are none.
+static void deliver_rows(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)inputs, (void)outputs;
+	torch_tensor given[4], made[TENSORS] = {0};
+	struct left left = {.length = (int64_t)stack[4]};
+	int64_t counts[MOST_NUMBERS];
+	torch_list list = NULL;
+	memcpy(given, stack, sizeof given);
+	const int64_t told =
+	    deliver(given, stack[5] != 0, (const struct switchyard_deliveries *)stack[6], &left, made, counts);
+	for (size_t i = 0; i < TENSORS; i++) {
+		if (made[i] && left.code) {
+			(void)aoti_torch_delete_tensor_object(made[i]);
+			made[i] = NULL;
+		}
+		stack[i] = (uint64_t)(made[i] ? made[i] : undefined());
+	}
+	(void)torch_new_list_reserve_size(sizeof left / 8 + (size_t)told, &list);
+	for (size_t i = 0; i < sizeof left / 8; i++)
+		value(list, ((const int64_t *)&left)[i]);
+	for (int64_t i = 0; i < told; i++)
+		value(list, counts[i]);
+	stack[TENSORS] = (uint64_t)list;
+	for (size_t i = 0; i < sizeof given / sizeof *given; i++)
+		(void)aoti_torch_delete_tensor_object(given[i]);
 }
 
 // What a combine goes by, in the order of the operator's arguments behind its tensors.
@@ -467,6 +613,10 @@ static const struct {
      dispatch_weighted},
     {"dispatch_told", "dispatch_told(Tensor x, Tensor experts, Tensor(a!) numbers, int dispatches) -> (Tensor, int[])",
      dispatch_told},
+    {"deliver_rows",
+     "deliver_rows(Tensor x, Tensor scales, Tensor experts, Tensor weights, int length, int copies, int deliveries) -> "
+     "(Tensor, Tensor, Tensor, Tensor, Tensor, int[])",
+     deliver_rows},
     {"combine_rows", "combine_rows(Tensor rows, " WAY, combine},
     {"combine_weighted", "combine_weighted(Tensor rows, Tensor weights, " WAY, combine},
 };
@@ -503,7 +653,8 @@ static void enter(void)
 	strided = aoti_torch_layout_strided();
 	const int32_t known[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
 	                         aoti_torch_dtype_float16(), aoti_torch_dtype_float8_e4m3fn(),
-	                         aoti_torch_dtype_int32(),   aoti_torch_dtype_int64()};
+	                         aoti_torch_dtype_int32(),   aoti_torch_dtype_int64(),
+	                         aoti_torch_dtype_uint8()};
 	memcpy(types, known, sizeof types);
 	failed = "aoti_torch_library_def";
 	if (pthread_atfork(NULL, NULL, fork_child) ||

@@ -22,16 +22,18 @@ void switchyard_share(void *hold); // by one user more
 void switchyard_unhold(void *hold);
 
 // Calls of tensors as operators of torch: switchyard::all_to_all, dispatch_rows, combine_rows, and the last two with
-// weights, dispatch_weighted and combine_weighted. The first call registers them, and any call returns the name of what
-// torch has not, NULL where nothing is missing. They go by the structures below, whose address each gets, and which
-// live as long as there are calls. They answer what the functions do that they call; AGAIN has the ticket in the higher
-// bits, and 255 says that their arguments are not as usual, and that nothing was done.
+// weights, dispatch_weighted and combine_weighted; deliver_rows is a dispatch whose results are copied. The first call
+// registers them, and any call returns the name of what torch has not, NULL where nothing is missing. They go by the
+// structures below, whose address each gets, and which live as long as there are calls. They answer what the functions
+// do that they call; AGAIN has the ticket in the higher bits, and 255 says that their arguments are not as usual, and
+// that nothing was done.
 const char *switchyard_operators(void);
 
 // How operators number types.
-#define SWITCHYARD_TYPES "float32 bfloat16 float16 float8_e4m3fn int32 int64"
+#define SWITCHYARD_TYPES "float32 bfloat16 float16 float8_e4m3fn int32 int64 uint8"
 #define SWITCHYARD_FLOAT32 0
 #define SWITCHYARD_INT32 4
+#define SWITCHYARD_UINT8 6
 
 // Exchanges of a place. Device is -1 for the host, and calls wait there for Wait microseconds. With an Event, a
 // CUevent, calls on a GPU are enqueued on the CUstream Stream in place of torch's current one, behind what that has:
@@ -49,6 +51,22 @@ struct switchyard_dispatches {
 	uint64_t Handle;
 	int64_t Device, Hidden, TopK, MaxRows, TokenType, RowType, SumType, IndexType, TokenBytes, SumBytes,
 	    ChoiceBytes, Numbers, Wait;
+};
+
+// A part of a result that is a tensor of its own: its type, the extent behind the rows, -1 for none, and the bytes of
+// each row, 0 for a part that the dispatcher has not.
+struct switchyard_part {
+	int64_t Type, Width, Bytes;
+};
+
+// Dispatches whose results are copied to fresh memory of torch. Parts are rows, scales, indices and weights. Lists lie
+// behind the routing: where each begins, and its bytes, for sources those of each row. Tokens come with scales of
+// ScaleType. With Whole a result whose length nobody says has all rows that there is room for, else as many as came.
+struct switchyard_deliveries {
+	struct switchyard_dispatches Of;
+	struct switchyard_part Parts[4];
+	int64_t RoutingBytes, Counts, CountBytes, Offsets, OffsetBytes, Ranks, RankBytes, Sources, SourceBytes,
+	    ScaleType, Whole;
 };
 
 // How a tensor lies in memory: its address, DLPack's numbers for the device and the type, and its extents. It is row by

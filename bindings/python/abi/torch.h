@@ -29,6 +29,7 @@ typedef void torch_kernel(uint64_t *stack, uint64_t inputs, uint64_t outputs);
 	F(int32_t, aoti_torch_dtype_float8_e4m3fn, (void)) \
 	F(int32_t, aoti_torch_dtype_int32, (void)) \
 	F(int32_t, aoti_torch_dtype_int64, (void)) \
+	F(int32_t, aoti_torch_dtype_uint8, (void)) \
 	F(int32_t, aoti_torch_dtype_complex32, (void)) \
 	F(int32_t, aoti_torch_dtype_complex64, (void)) \
 	F(int32_t, aoti_torch_dtype_complex128, (void)) \

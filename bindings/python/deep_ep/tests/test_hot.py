@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch.distributed as dist
 from layers import dispatched, routing
@@ -10,13 +11,15 @@ from layers import dispatched, routing
 import deep_ep
 
 MOST = 8
+#: With an operator for it a dispatch passes fewer.
+OPERATED = 5
 #: The names of operators of torch in what makes a dispatcher's calls by them.
 OPERATORS = ("_plain", "_weighted", "_told", "_combine", "_combine_weighted")
 
 
-def passed(dispatcher, call, most=MOST):
+def passed(made, call, most=MOST):
     """How many functions a call passes until it calls the library."""
-    count, seen = [0], []
+    count, seen, dispatcher = [0], [], made.dispatcher
 
     def watch(frame, event, arg):
         count[0] += event == "call"
@@ -33,6 +36,10 @@ def passed(dispatcher, call, most=MOST):
     operators = {} if operated is None else {name: getattr(operated, name) for name in OPERATORS}
     for name, operator in operators.items():
         setattr(operated, name, spied(operator))
+    delivers = getattr(made.deliver, "__self__", None)
+    deliver = delivers and delivers._call
+    if delivers is not None:
+        delivers._call = spied(deliver)
     sys.setprofile(watch)
     try:
         made = call()
@@ -41,6 +48,8 @@ def passed(dispatcher, call, most=MOST):
         dispatcher._delivers, dispatcher._calls = kept
         for name, operator in operators.items():
             setattr(operated, name, operator)
+        if delivers is not None:
+            delivers._call = deliver
     assert seen[0] <= most, f"{seen[0]} functions"
     return made
 
@@ -59,19 +68,21 @@ def short(rank, size):
         )  # fmt: skip
 
     rows, _, _, _, handle, _ = dispatch()
-    d = handle.routing.made.dispatcher
-    passed(d, dispatch)
-    passed(d, lambda: buffer.combine(rows, handle))
+    made = handle.routing.made
+    most = MOST if made.dispatcher._operated is None else OPERATED
+    passed(made, dispatch, most)
+    passed(made, lambda: buffer.combine(rows, handle))
     rows, _, _, _, handle, _ = dispatch(6 * size)
-    passed(handle.routing.made.dispatcher, lambda: buffer.combine(rows, handle))
+    made = handle.routing.made
+    passed(made, partial(dispatch, 6 * size), most)
+    passed(made, lambda: buffer.combine(rows, handle))
     for expand in (False, True):
         rows, _, _, handle, _ = elastic.dispatch(x, idx, weights, num_experts=experts, do_expand=expand)
-        d = handle._routing.made.dispatcher
-        passed(d, lambda: elastic.dispatch(x, idx, weights, num_experts=experts))
+        passed(handle._routing.made, lambda: elastic.dispatch(x, idx, weights, num_experts=experts), most)
     rows, _, handle, _, _ = buffer.low_latency_dispatch(few, idx, 6, experts, use_fp8=False)
-    d = handle.routing.made.dispatcher
+    made = handle.routing.made
     # Two of them give the output of a dispatch before the last one back.
-    passed(d, lambda: buffer.low_latency_dispatch(few, idx, 6, experts, use_fp8=False), MOST + 2)
+    passed(made, lambda: buffer.low_latency_dispatch(few, idx, 6, experts, use_fp8=False), MOST + 2)
     dispatched(buffer, x, idx, weights)  # the ranks are in step
     elastic.destroy()
     buffer.destroy()

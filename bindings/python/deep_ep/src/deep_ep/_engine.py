@@ -18,7 +18,7 @@ from typing import Any, Optional
 import switchyard
 import torch
 from switchyard import errors
-from switchyard._torch.moe_bare import bring, deliver, lease, numbers_of
+from switchyard._torch.moe_bare import bring, lease, numbers_of
 from torch import Tensor
 
 from ._leases import Live, Made, earlier, taken_up
@@ -145,7 +145,7 @@ class Engine:
             if tokens > made.tokens:
                 sent = self._plea(made.shape, *sent)
             try:
-                left = deliver(made.dispatcher, *sent, length or None, copies)
+                left = made.deliver(*sent, length or None, copies)
             except errors.Error as error:
                 # On a GPU a call tells of an earlier one, for which the host did not wait, and has not been made then.
                 if made.shape.open and isinstance(error, errors.InvalidArgument) and not error.earlier:
@@ -282,7 +282,7 @@ class Engine:
         """Send empty rows of a type the ways of a routing, for one that combines of that type go by."""
         made = self.pool.dispatcher(routing.sized()._replace(hidden=hidden, dtype=dtype, scales="", quantize=""))
         empty = torch.empty((routing.tokens, hidden), dtype=dtype, device=self.device)
-        left = taken_up(deliver, made.dispatcher, empty, routing.idx, None, None, None if routing.counted else 0, False)
+        left = taken_up(made.deliver, empty, routing.idx, None, None, None if routing.counted else 0, False)
         routing.made, routing.kept = made, left.routing
         return made
 

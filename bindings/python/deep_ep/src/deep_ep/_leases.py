@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from switchyard import errors
+from switchyard._torch.moe_bare import delivery
 
 from ._results import Shape
 from ._routings import Routing
@@ -64,6 +65,8 @@ class Made:
 
     def __init__(self, shape: Shape, dispatcher: Any) -> None:
         self.shape, self.tokens, self.dispatcher = shape, shape.tokens, dispatcher
+        #: Makes a dispatch with its result in torch's memory.
+        self.deliver = delivery(dispatcher)
         self.ring: list[Live] = []
 
     def close(self) -> None:

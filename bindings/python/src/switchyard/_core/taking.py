@@ -125,11 +125,7 @@ class Taking(Bound):
         host = output.counts
         if host is None and output.routing is None and self._tells(side, length):
             host = output.counts = output.host()
-        if length is None:
-            # Scales in columns of each expert are copied whole.
-            length = self.max_rows if host is None or self._whole else host.rows
-        room = self._room(side, length, NO_MEMORY, output.alive())
-        self._copy(room[0])
+        room = self._copied(side, output.alive(), host, length, NO_MEMORY)
         output.released = True
         return self._result(side, room, host, dispatched.tokens, dispatched._weights)
 
@@ -156,15 +152,38 @@ class Taking(Bound):
                 host = self._make(call, room[0], tells, keep)
             else:
                 host = self._make(call, None, tells, keep)
-                if length is None:
-                    length = self.max_rows if host is None or self._whole else host.rows
-                room = self._room(side, length, chosen, call[abi.MADE])
-                self._copy(room[0])
+                room = self._copied(side, call[abi.MADE], host, length, chosen)
         except BaseException:
             if call[abi.MADE]:  # whoever keeps the error keeps nothing of the call
                 self.comm._lib.release(call[abi.MADE])
             raise
         return self._result(side, room, host, tokens, None)
+
+    def _make_room(self, code: int) -> None:
+        """Have a call that has failed made once more, if it was for want of an output: those that nobody has are given back."""
+        error = self.comm._lib.error(code)
+        if not isinstance(error, errors.NoHandle):
+            raise error
+        gc.collect()  # outputs may hang in cycles
+
+    def _late(self, side: Side, handle: int, length: int | None, choices: abi.Memory, tokens: int) -> Result:
+        """All that a dispatch has left which was made, and for whose counts the host has to wait yet."""
+        try:
+            host = counts_of(self, handle)
+            room = self._copied(side, handle, host, length, choices)
+        except BaseException:
+            self.comm._lib.release(handle)
+            raise
+        return self._result(side, room, host, tokens, None)
+
+    def _copied(self, side: Side, handle: int, host: HostCounts | None, length: int | None, choices: abi.Memory) -> Room:
+        """The results of a dispatch, copied to fresh memory. Without a length they are as long as rows came."""
+        if length is None:
+            # Scales in columns of each expert are copied whole.
+            length = self.max_rows if host is None or self._whole else host.rows
+        room = self._room(side, length, choices, handle)
+        self._copy(room[0])
+        return room
 
     def _make(self, call: array[int], results: array[int] | None, tells: bool, keep: object) -> HostCounts | None:
         """Make a dispatch. Where it tells its counts wait for them, and where there are results copy these."""
@@ -177,10 +196,7 @@ class Taking(Bound):
         make = self._delivers[tells]
         code = make(*arguments)
         if code not in (0, AGAIN):
-            error = comm._lib.error(code)
-            if not isinstance(error, errors.NoHandle):
-                raise error
-            gc.collect()  # outputs may hang in cycles
+            self._make_room(code)
             code = make(*arguments)
         if code == AGAIN:
             if not call[abi.MADE]:
@@ -215,9 +231,13 @@ class Taking(Bound):
         """The parts that a call has copied."""
         call, (rows, scales, indices, row_weights), lists = room
         routing = Routing(self, side, call[abi.RESULT_MADE], lists.memory, tokens, host, weights)
-        if scales is not None and self._columns:  # else it is in that order
-            scales = self._scales(scales.reshape(-1), lists.rows, lists.rows)
+        if scales is not None:
+            scales = self._by_columns(scales)
         return Result(rows, scales, indices, row_weights, lists, routing, host)
+
+    def _by_columns(self, scales: Any) -> Any:
+        """Scales [rows, words] of a result, in the order in which the dispatcher has them."""
+        return self._scales(scales.reshape(-1), len(scales), len(scales)) if self._columns else scales
 
     def _leaves(self, handle: int) -> Leaves:
         """Those of the dispatches of this dispatcher."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,15 @@ from torch import Tensor
 from .._core.dispatched import OF_TOKENS, UNWEIGHTED, Combining, Dispatched, Result, Routing
 from .._core.dispatcher import Calls
 from .moe import aligned, kinds, place
+from .operators import delivers
 from .profile import profiled, span
 from .tensors import written
+
+
+def delivery(d: Calls) -> Callable[..., Result]:
+    """The function that makes the deliveries of a dispatcher, by an operator where they are usual."""
+    kinds(d)
+    return delivers(d, partial(deliver, d))
 
 
 def deliver(

@@ -7,7 +7,6 @@ none. They make calls whose arguments are as usual. Of others they say so and do
 
 from __future__ import annotations
 
-import gc
 from array import array
 from collections.abc import Callable
 from ctypes import c_uint64
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import errors
 from .._core.dispatched import (
     DISPATCHED,
     OF_TOKENS,
@@ -24,10 +22,12 @@ from .._core.dispatched import (
     Dispatched,
     HostCounts,
     Output,
+    Result,
     Routing,
     counts_of,
 )
 from .._core.native import AGAIN, SLICE, library
+from .._core.taking import NO_MEMORY, Leaves, Lists
 from . import cuda
 from .compiler import uncompiled
 from .profile import profiled
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 #: The answer of an operator that has done nothing.
 UNUSUAL = 255
 #: Types by the numbers that operators have for them.
-_TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "int64")
+_TYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int32", "int64", "uint8")
 
 
 def _operators() -> Any:
@@ -129,6 +129,31 @@ def exchanges(comm: Communicator, device: int) -> Exchanges | None:
     return made
 
 
+#: The words of a description of dispatches.
+_ABOUT = 14
+
+
+def _about(d: Calls, numbers: int) -> tuple[int, ...]:
+    """Dispatches and combines of a dispatcher as operators want them described."""
+    types = (_TYPES.index(name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype))
+    sizes = (d._token_bytes, d._sum_bytes, d._choice_bytes)
+    return (d._handle, d._index, d.hidden, d.top_k, d.max_rows, *types, *sizes, numbers, SLICE)
+
+
+class Counts:
+    """The counts that the host is told of a dispatch."""
+
+    def __init__(self, d: Calls) -> None:
+        self._experts, self._ranks = len(d.local_experts), d.comm.size
+        #: How many numbers they are.
+        self.numbers = 2 + self._experts + d._groups + self._ranks
+
+    def among(self, made: list[int], begin: int) -> HostCounts:
+        """Those that a list has from an index on, to its end."""
+        experts, ranks = begin + 1 + self._experts, self._ranks
+        return HostCounts(made[begin], made[begin + 1 : experts], made[experts:-ranks], made[-ranks:])
+
+
 class Dispatches:
     """Dispatches and combines of a dispatcher, whole and without gradients."""
 
@@ -137,12 +162,8 @@ class Dispatches:
         self._plain, self._weighted = found.dispatch_rows.default, found.dispatch_weighted.default
         self._told = found.dispatch_told.default
         self._combine, self._combine_weighted = found.combine_rows.default, found.combine_weighted.default
-        self._experts, self._ranks = len(d.local_experts), d.comm.size
-        numbers = 0 if d._index >= 0 else 2 + self._experts + d._groups + self._ranks
-        types = (_TYPES.index(name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype))
-        sizes = (d._token_bytes, d._sum_bytes, d._choice_bytes)
-        shape = (d._handle, d._index, d.hidden, d.top_k, d.max_rows)
-        self._about = array("q", (*shape, *types, *sizes, numbers, SLICE))
+        self._counts = Counts(d)
+        self._about = array("q", _about(d, 0 if d._index >= 0 else self._counts.numbers))
         self._address = self._about.buffer_info()[0]
 
     @uncompiled
@@ -164,10 +185,7 @@ class Dispatches:
             if code == UNUSUAL:
                 return None
             if code != AGAIN:
-                error = d.comm._lib.error(code)
-                if not isinstance(error, errors.NoHandle):
-                    raise error
-                gc.collect()  # outputs may hang in cycles
+                d._make_room(code)
                 rows, made = self._send(x, idx, weights, numbers)
                 code = made[0]
                 if code not in (0, AGAIN):
@@ -177,7 +195,7 @@ class Dispatches:
             handle = handle or d.comm._finish(code, c_uint64(ticket), (x, idx, weights, numbers))
         output = Output(d, handle, place, None, hold)
         if d._index < 0:
-            output.counts = counts_of(d, handle) if code else self._counts(made)
+            output.counts = counts_of(d, handle) if code else self._counts.among(made, 5)
         got = Dispatched(d, d._torch, output, len(x), weights, {})
         if rows is not None:
             got.rows = rows
@@ -194,11 +212,6 @@ class Dispatches:
         else:
             sent = self._plain(x, idx, self._address)
         return sent
-
-    def _counts(self, made: list[int]) -> HostCounts:
-        """The counts that the host was told."""
-        experts, ranks = self._experts, self._ranks
-        return HostCounts(made[5], made[6 : 6 + experts], made[6 + experts : -ranks], made[-ranks:])
 
     @uncompiled
     def combine(
@@ -255,6 +268,73 @@ class Dispatches:
         if output is not None and release:
             output.released = True
         return y  # type: ignore[no-any-return]
+
+
+class Delivers:
+    """Dispatches of a dispatcher, whole and without gradients, with what they leave in memory of torch."""
+
+    def __init__(self, d: Calls, found: Any, python: Callable[..., Result]) -> None:
+        """python makes those of which anything is unusual, and the first, after which the sizes of results are known."""
+        self._dispatcher, self._call, self._python = d, found.deliver_rows.default, python
+        self._side, self._counts, self._address = d._torch, Counts(d), 0
+        #: In place of scales and of weights that are not there.
+        self._none = torch.empty(0, device=self._side.device)
+
+    def _know(self, left: Leaves) -> None:
+        d = self._dispatcher
+        about = [*_about(d, self._counts.numbers if d._counted else 0)]
+        for name, size, tail in left.beside:
+            about += (_TYPES.index(d._shape(name, 0)[0]), *(tail or (-1,)), size)
+        scales = _TYPES.index(("float32", "int32")[d._exponents])
+        self._about = array("q", (*about, d.routing_bytes, *left.fixed, *left.sources, scales, d._whole))
+        self._address, self._places = self._about.buffer_info()[0], left.places
+
+    @uncompiled
+    def make(
+        self, x: Tensor, idx: Tensor, weights: Tensor | None, scales: Tensor | None, length: int | None, copies: bool
+    ) -> Result:
+        """A dispatch of tensors that are as the dispatcher wants them, and all that it leaves; copies also copies idx, into the
+        lists of the result."""
+        d, side, none, tokens = self._dispatcher, self._side, self._none, x.shape[0]
+        if not self._address or type(x) is not Tensor or type(idx) is not Tensor or profiled():
+            made = self._python(x, idx, weights, scales, length, copies)
+            if d._left is not None:
+                self._know(d._left)
+            return made
+        if length is None and d._index >= 0 and (not d._counted or side.capturing()):
+            length = d.max_rows
+        sent = (
+            x, none if scales is None else scales, idx, none if weights is None else weights, -1 if length is None else length,
+            copies, self._address,
+        )  # fmt: skip
+        try:
+            rows, factors, indices, row_weights, memory, left = self._call(*sent)
+        except (RuntimeError, TypeError):  # torch knows no operator for such tensors
+            left = (UNUSUAL,)
+        if left[0] not in (0, AGAIN, UNUSUAL):
+            d._make_room(left[0])
+            rows, factors, indices, row_weights, memory, left = self._call(*sent)
+        size = tokens * d._choice_bytes if copies else 0
+        if left[0]:
+            if left[0] == UNUSUAL:
+                return self._python(x, idx, weights, scales, length, copies)
+            if left[0] != AGAIN:
+                raise d.comm._lib.error(left[0])
+            handle = left[1] or d.comm._finish(AGAIN, c_uint64(left[2]), sent)
+            return d._late(side, handle, length, (idx.data_ptr(), size) if copies else NO_MEMORY, tokens)
+        _, _, _, name, at, copy, came = left[:7]
+        host = self._counts.among(left, 7) if len(left) > 7 else None
+        if factors is not None:
+            factors = d._by_columns(factors)
+        lists = Lists(side, memory, at, came, self._places, (copy, size))
+        way = Routing(d, side, name, memory, tokens, host, None)
+        return Result(rows, factors, indices, row_weights, lists, way, host)
+
+
+def delivers(d: Calls, python: Callable[..., Result]) -> Callable[..., Result]:
+    """The function that makes a dispatcher's deliveries: Delivers.make, or python's where they are no operators."""
+    found = _operators()
+    return python if found is None else Delivers(d, found, python).make
 
 
 def dispatches(d: Calls) -> Dispatches | None:
