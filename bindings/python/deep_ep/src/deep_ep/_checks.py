@@ -12,9 +12,15 @@ from torch import Tensor
 from ._results import SUMMED, SUMS
 
 
-def known(x: Any, idx: Any, weights: Any) -> Optional[tuple[Any, ...]]:
-    """The sizes and types of tokens without scales, their choices and their weights, by which a caller remembers what checks
+def known(x: Any, idx: Any, weights: Any) -> Optional[tuple[Tensor, Optional[Tensor], tuple[Any, ...]]]:
+    """Tokens, their scales, and the sizes and types of both, of choices and of weights, by which a caller remembers what checks
     found; None where the checks have to look, or the tensors are to be copied."""
+    scales, words = None, None
+    if type(x) is tuple and len(x) == 2:
+        x, scales = x
+        if type(scales) is not Tensor or scales.dim() != 2 or scales.requires_grad or not scales.is_contiguous():
+            return None
+        words = scales.shape[1], scales.dtype
     if type(x) is not Tensor or type(idx) is not Tensor or x.requires_grad or not (x.is_contiguous() and idx.is_contiguous()):
         return None
     shape, chosen, device = x.shape, idx.shape, x.device
@@ -25,7 +31,9 @@ def known(x: Any, idx: Any, weights: Any) -> Optional[tuple[Any, ...]]:
             return None
         if weights.requires_grad or not weights.is_contiguous() or weights.device != device:
             return None
-    return shape[1], x.dtype, chosen[1], idx.dtype, device
+    if scales is not None and (scales.shape[0] != shape[0] or scales.device != device):
+        return None
+    return x, scales, (shape[1], x.dtype, words, chosen[1], idx.dtype, device)
 
 
 class Tokens(NamedTuple):
@@ -37,6 +45,10 @@ class Tokens(NamedTuple):
     kind: str
     #: The type that the caller's scales have.
     words: Any
+
+    def as_given(self, x: Any) -> bool:
+        """Whether the caller's scales are sent as they are."""
+        return self.scales is None or self.scales is x[1]
 
     def returned(self, rows: Tensor, scales: Optional[Tensor]) -> Any:
         """Rows as the caller gets them: with scales of the type that came."""

@@ -18,6 +18,7 @@ from typing import Any, Optional
 import switchyard
 import torch
 from switchyard import errors
+from switchyard._torch.cuda import capturing, raw_stream
 from switchyard._torch.moe_bare import bring, lease, numbers_of
 from torch import Tensor
 
@@ -137,7 +138,7 @@ class Engine:
             chosen = torch.add(idx, idx >= shape.experts, alpha=self.size)
         copies = theirs and chosen is idx
         made = self._found.get(shape)
-        if made is None or not made.pooled or self._cuda:
+        if made is None or not made.pooled or (self._cuda and capturing()):
             made = self._ready(shape, tokens)
         while True:
             pool.calls = made.used = pool.calls + 1
@@ -158,6 +159,8 @@ class Engine:
             made = self._found[shape] = pool.dispatcher(made.shape._replace(tokens=pool.agree(tokens)))
         routing = Routing(self, shape, chosen, not length) if by is None else by
         routing.made, routing.kept = made, left.routing
+        if self._cuda:
+            routing.stream = raw_stream(self.device.index)
         if copies:
             routing.has_copy(left.lists)
         return Result(left, weights is not None, shape.experts // self.size), routing
@@ -216,7 +219,7 @@ class Engine:
         rows = self._fitted("x", x, kept, routing)
         if weights is not None:
             weights = self._fitted("topk_weights", weights, kept, routing)
-        if self._cuda:
+        if self._cuda and raw_stream(self.device.index) != routing.stream:
             kept.memory.record_stream(self._reads.current())
         try:
             return bring(made.dispatcher, rows, kept, weights=weights, biases=bias)
@@ -284,6 +287,8 @@ class Engine:
         empty = torch.empty((routing.tokens, hidden), dtype=dtype, device=self.device)
         left = taken_up(made.deliver, empty, routing.idx, None, None, None if routing.counted else 0, False)
         routing.made, routing.kept = made, left.routing
+        if self._cuda:
+            routing.stream = raw_stream(self.device.index)
         return made
 
     def _alive(self, routing: Routing, dtype: torch.dtype) -> Live:

@@ -41,8 +41,9 @@ class Routing(Bound):
     given: Any = None
     #: The result that is lent, until a later call takes it.
     live: Optional[Live] = None
-    #: The routing in torch's memory.
+    #: The routing in torch's memory, and on a GPU the CUstream that it was made on.
     kept: Any = None
+    stream: int = -1
     _by_rank: Optional[Routing] = None
     #: The lists with the copy of the choices, before somebody asks for it.
     _copy: Any = None

@@ -29,6 +29,7 @@ from .work import Work
 
 # Absent where torch has no CUDA, and then there are no CUDA tensors either.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 _streams: dict[tuple[int, int], Any] = {}

@@ -86,8 +86,8 @@ class FewTokens(Bound):
         key = None
         rare = use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None or topk_weights is not None
         if not rare and stats is None and dispatch_wait_recv_cost_stats is None:
-            sizes = checks.known(x, topk_idx, None)
-            key = sizes and (sizes, most, num_experts, use_fp8, round_scale, use_ue8m0)
+            usual = checks.known(x, topk_idx, None)
+            key = usual and (usual[2], most, num_experts, use_fp8, round_scale, use_ue8m0)
         shape, idx = self._shapes.get(key), topk_idx
         if shape is None or x.shape[0] > most or (async_finish and return_recv_hook):
             if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:

@@ -262,12 +262,14 @@ class ElasticBuffer(Bound):
                 expert_alignment, num_sms, handle, do_handle_copy, do_cpu_sync, do_expand, use_tma_aligned_col_major_sf, how,
             )  # fmt: skip
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-        key = None
+        key = shape = sent = None
         if handle is None and cumulative_local_expert_recv_stats is None:
-            sizes = checks.known(x, topk_idx, topk_weights)
-            key = sizes and (sizes, num_experts, most, expert_alignment, num_sms)
-        shape = self._shapes.get(key)
-        if shape is None or (most and x.shape[0] > most):
+            usual = checks.known(x, topk_idx, topk_weights)
+            if usual is not None:
+                tokens, scales, sizes = usual
+                key = sizes, num_experts, most, expert_alignment, num_sms
+                shape, idx, weights = self._shapes.get(key), topk_idx, topk_weights
+        if shape is None or (most and tokens.shape[0] > most):
             sent, idx, weights = self._checked(
                 x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
                 expert_alignment, num_sms, handle, do_cpu_sync, do_expand,
@@ -277,9 +279,8 @@ class ElasticBuffer(Bound):
             tokens, scales = sent.x, sent.scales
             among, hidden = int(num_experts or 0), tokens.shape[1]
             shape = Shape(among, idx.shape[1], hidden, tokens.dtype, most, 0, False, "", sent.kind, num_sms)
-            remember(self._shapes, key, shape)
-        else:
-            tokens, scales, sent, idx, weights = x, None, None, topk_idx, topk_weights  # type: ignore[assignment]
+            if sent.as_given(x):
+                remember(self._shapes, key, shape)
         engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
         alignment = expert_alignment or 1
         if handle is not None:
@@ -323,7 +324,10 @@ class ElasticBuffer(Bound):
             inputs = (tokens, scales, idx, weights)
             came, event = self._streams.run(engine.device, previous_event, async_with_compute_stream, inputs, send)
             rows, factors, indices, beside, kept = came
-        recv = rows if sent is None else sent.returned(rows, factors)
+        if sent is not None:
+            recv = sent.returned(rows, factors)
+        else:
+            recv = rows if scales is None else (rows, factors)
         return recv, None if kept.do_expand else indices, beside, kept, EventOverlap(event)
 
     def _checked(

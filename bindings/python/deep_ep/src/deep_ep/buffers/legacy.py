@@ -211,13 +211,14 @@ class Buffer(FewTokens):
         if allocate_on_comm_stream:
             check("dispatch", previous_event, async_finish, allocate_on_comm_stream)
         sms = config.num_sms if config is not None else Buffer.num_sms if Buffer._bounded else 0
-        key = None
+        key = shape = sent = None
         if handle is None and num_tokens_per_expert is not None:
-            sizes = checks.known(x, topk_idx, topk_weights)
-            if sizes is not None:
+            usual = checks.known(x, topk_idx, topk_weights)
+            if usual is not None:
+                tokens, scales, sizes = usual
                 key = sizes, num_tokens_per_expert.shape, expert_alignment, num_worst_tokens, sms
-        shape = self._shapes.get(key)
-        if shape is None or (num_worst_tokens and x.shape[0] > num_worst_tokens):
+                shape, idx, weights = self._shapes.get(key), topk_idx, topk_weights
+        if shape is None or (num_worst_tokens and tokens.shape[0] > num_worst_tokens):
             sent, shape, idx, weights = self._checked(
                 x, handle, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens,
                 sms,
@@ -225,10 +226,9 @@ class Buffer(FewTokens):
             if handle is not None:
                 known = self._routing("dispatch", handle, self._engines.of(sent.x.device))
                 return self._again(sent, handle, known, sms, previous_event, async_finish)
-            remember(self._shapes, key, shape)
+            if sent.as_given(x):
+                remember(self._shapes, key, shape)
             tokens, scales = sent.x, sent.scales
-        else:
-            tokens, scales, sent, idx, weights = x, None, None, topk_idx, topk_weights
         engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
         theirs, totals, event = topk_idx is not None and idx.dtype is torch.int64, None, None
 
@@ -249,7 +249,10 @@ class Buffer(FewTokens):
             chosen = aligned(chosen, expert_alignment)
         handle = Handle(routing, result, num_worst_tokens)
         indices = result.indices if topk_idx is not None else None
-        rows = result.rows if sent is None else sent.returned(result.rows, result.scales)
+        if sent is not None:
+            rows = sent.returned(result.rows, result.scales)
+        else:
+            rows = result.rows if scales is None else (result.rows, result.scales)
         return rows, indices, result.weights, chosen, handle, EventOverlap(event)
 
     def _checked(
