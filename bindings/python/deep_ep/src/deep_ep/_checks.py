@@ -14,18 +14,25 @@ from ._results import SUMMED, SUMS
 
 def known(x: Any, idx: Any, weights: Any) -> Optional[tuple[Tensor, Optional[Tensor], tuple[Any, ...]]]:
     """Tokens, their scales, and the sizes and types of both, of choices and of weights, by which a caller remembers what checks
-    found; None where the checks have to look, or the tensors are to be copied."""
+    found; None where the checks have to look, or the tensors are to be copied. Without choices there are no weights."""
     scales, words = None, None
     if type(x) is tuple and len(x) == 2:
         x, scales = x
         if type(scales) is not Tensor or scales.dim() != 2 or scales.requires_grad or not scales.is_contiguous():
             return None
         words = scales.shape[1], scales.dtype
-    if type(x) is not Tensor or type(idx) is not Tensor or x.requires_grad or not (x.is_contiguous() and idx.is_contiguous()):
+    if type(x) is not Tensor or x.requires_grad or not x.is_contiguous():
         return None
-    shape, chosen, device = x.shape, idx.shape, x.device
-    if len(shape) != 2 or len(chosen) != 2 or shape[0] != chosen[0] or idx.device != device:
+    shape, device, ways = x.shape, x.device, None
+    if len(shape) != 2:
         return None
+    if idx is not None:
+        if type(idx) is not Tensor or not idx.is_contiguous():
+            return None
+        chosen = idx.shape
+        if len(chosen) != 2 or shape[0] != chosen[0] or idx.device != device:
+            return None
+        ways = chosen[1], idx.dtype
     if weights is not None:
         if type(weights) is not Tensor or weights.dtype is not torch.float32 or weights.shape != chosen:
             return None
@@ -33,7 +40,7 @@ def known(x: Any, idx: Any, weights: Any) -> Optional[tuple[Tensor, Optional[Ten
             return None
     if scales is not None and (scales.shape[0] != shape[0] or scales.device != device):
         return None
-    return x, scales, (shape[1], x.dtype, words, chosen[1], idx.dtype, device)
+    return x, scales, (shape[1], x.dtype, words, ways, device)
 
 
 class Tokens(NamedTuple):

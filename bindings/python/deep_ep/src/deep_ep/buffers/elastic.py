@@ -263,7 +263,7 @@ class ElasticBuffer(Bound):
             )  # fmt: skip
         most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
         key = shape = sent = None
-        if handle is None and cumulative_local_expert_recv_stats is None:
+        if handle is None and topk_idx is not None and cumulative_local_expert_recv_stats is None:
             usual = checks.known(x, topk_idx, topk_weights)
             if usual is not None:
                 tokens, scales, sizes = usual

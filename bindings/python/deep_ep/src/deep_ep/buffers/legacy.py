@@ -211,8 +211,10 @@ class Buffer(FewTokens):
         if allocate_on_comm_stream:
             check("dispatch", previous_event, async_finish, allocate_on_comm_stream)
         sms = config.num_sms if config is not None else Buffer.num_sms if Buffer._bounded else 0
+        if handle is not None:
+            return self._again(x, handle, topk_idx, topk_weights, sms, previous_event, async_finish)
         key = shape = sent = None
-        if handle is None and num_tokens_per_expert is not None:
+        if num_tokens_per_expert is not None and topk_idx is not None:
             usual = checks.known(x, topk_idx, topk_weights)
             if usual is not None:
                 tokens, scales, sizes = usual
@@ -220,12 +222,8 @@ class Buffer(FewTokens):
                 shape, idx, weights = self._shapes.get(key), topk_idx, topk_weights
         if shape is None or (num_worst_tokens and tokens.shape[0] > num_worst_tokens):
             sent, shape, idx, weights = self._checked(
-                x, handle, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens,
-                sms,
-            )  # fmt: skip
-            if handle is not None:
-                known = self._routing("dispatch", handle, self._engines.of(sent.x.device))
-                return self._again(sent, handle, known, sms, previous_event, async_finish)
+                x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens, sms
+            )
             if sent.as_given(x):
                 remember(self._shapes, key, shape)
             tokens, scales = sent.x, sent.scales
@@ -256,17 +254,13 @@ class Buffer(FewTokens):
         return rows, indices, result.weights, chosen, handle, EventOverlap(event)
 
     def _checked(
-        self, x: Any, handle: Any, is_token_in_rank: Any, num_tokens_per_expert: Any, topk_idx: Any, topk_weights: Any,
+        self, x: Any, is_token_in_rank: Any, num_tokens_per_expert: Any, topk_idx: Any, topk_weights: Any,
         expert_alignment: int, worst: int, sms: int,
-    ) -> tuple[checks.Tokens, Any, Any, Any]:  # fmt: skip
+    ) -> tuple[checks.Tokens, Shape, Tensor, Optional[Tensor]]:  # fmt: skip
         """The tokens of a dispatch, the shape of the call, and what says where they go, once all of it was looked at."""
         sent = checks.tokens("dispatch", x)
         device, size = device_of("dispatch: x", sent.x), self.group_size
         checks.num_sms("dispatch: config", sms)
-        if handle is not None:
-            if topk_idx is not None or topk_weights is not None:
-                raise errors.InvalidArgument("deep_ep: dispatch: topk_idx and topk_weights do not go with a handle")
-            return sent, None, None, None
         self._engines.of(device)  # which says that the buffer was destroyed
         checks.alignment("dispatch", "expert_alignment", expert_alignment)
         if topk_idx is None and is_token_in_rank is None:
@@ -286,21 +280,46 @@ class Buffer(FewTokens):
         rows = sent.x
         return sent, Shape(among, top_k, rows.shape[1], rows.dtype, worst, worst, False, "", sent.kind, sms), idx, weights
 
-    def _again(self, sent: checks.Tokens, handle: Handle, routing: Routing, sms: int, previous: Any, is_async: bool) -> Any:
+    def _again(
+        self, x: Any, handle: Any, topk_idx: Any, topk_weights: Any, sms: int, previous: Any, is_async: bool
+    ) -> tuple[Any, ...]:  # fmt: skip
         """Send other tokens the ways of a handle."""
-        tokens, engine = routing.tokens, routing.engine
-        if sent.x.shape[0] != tokens:
-            raise errors.InvalidArgument(f"deep_ep: dispatch: x has {sent.x.shape[0]} tokens, those of the handle are {tokens}")
-        x = sent.x
-        shape = routing.sized()._replace(hidden=x.shape[1], dtype=x.dtype, scales=sent.kind, max_sms=sms)
-        result, event = self._streams.run(
-            engine.device,
-            previous,
-            is_async,
-            (x, sent.scales),
-            lambda: engine.redispatch(x, sent.scales, None, routing, shape, handle.length),
-        )
-        return sent.returned(result.rows, result.scales), None, None, None, None, EventOverlap(event)
+        key = shape = sent = None
+        if type(handle) is Handle and topk_idx is None and topk_weights is None:
+            usual = checks.known(x, None, None)
+            if usual is not None:
+                tokens, scales, sizes = usual
+                routing = handle.routing
+                key = sizes, routing.sized(), sms
+                shape = self._shapes.get(key)
+        if shape is None or tokens.shape[0] != routing.tokens or self._engines.own.get(tokens.device) is not routing.engine:
+            sent = checks.tokens("dispatch", x)
+            tokens, scales = sent.x, sent.scales
+            device_of("dispatch: x", tokens)
+            checks.num_sms("dispatch: config", sms)
+            if topk_idx is not None or topk_weights is not None:
+                raise errors.InvalidArgument("deep_ep: dispatch: topk_idx and topk_weights do not go with a handle")
+            routing = self._routing("dispatch", handle, self._engines.of(tokens.device))
+            n, want = tokens.shape[0], routing.tokens
+            if n != want:
+                raise errors.InvalidArgument(f"deep_ep: dispatch: x has {n} tokens, those of the handle are {want}")
+            shape = routing.sized()._replace(hidden=tokens.shape[1], dtype=tokens.dtype, scales=sent.kind, max_sms=sms)
+            if sent.as_given(x):
+                remember(self._shapes, key, shape)
+        engine, event = routing.engine, None
+        if previous is None and not is_async:
+            result = engine.redispatch(tokens, scales, None, routing, shape, handle.length)
+        else:
+            inputs = (tokens, scales)
+            result, event = self._streams.run(
+                engine.device, previous, is_async, inputs,
+                lambda: engine.redispatch(tokens, scales, None, routing, shape, handle.length),
+            )  # fmt: skip
+        if sent is not None:
+            rows = sent.returned(result.rows, result.scales)
+        else:
+            rows = result.rows if scales is None else (result.rows, result.scales)
+        return rows, None, None, None, None, EventOverlap(event)
 
     @operates
     def combine(
