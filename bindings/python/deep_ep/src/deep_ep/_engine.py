@@ -71,6 +71,10 @@ class Engines:
             self.own[device] = engine
         return engine
 
+    def has(self, engine: Engine) -> bool:
+        """Whether this buffer has used an engine, and not ended."""
+        return self.own.get(engine.device) is engine
+
     def end(self) -> None:
         """Have later calls raise. With the last buffer of the group that is in use its memory is given back, together with all
         ranks; routings stay as they are."""

@@ -261,24 +261,28 @@ class ElasticBuffer(Bound):
                 self, x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
                 expert_alignment, num_sms, handle, do_handle_copy, do_cpu_sync, do_expand, use_tma_aligned_col_major_sf, how,
             )  # fmt: skip
-        most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+        most, among, rows_of = num_max_tokens_per_rank or self.num_max_tokens_per_rank, num_experts, expert_alignment
         key = shape = sent = None
-        if handle is None and topk_idx is not None and cumulative_local_expert_recv_stats is None:
-            usual = checks.known(x, topk_idx, topk_weights)
+        idx, weights = topk_idx, topk_weights
+        bare = idx is num_experts is num_max_tokens_per_rank is expert_alignment is None and not (do_cpu_sync or do_expand)
+        if bare and type(handle) is EPHandle and self._engines.has(handle._routing.engine):
+            idx, among = handle._routing.idx, handle.num_experts
+            most, rows_of = handle.num_max_tokens_per_rank, handle.expert_alignment
+        if idx is not None and cumulative_local_expert_recv_stats is None and (handle is None or idx is not topk_idx):
+            usual = checks.known(x, idx, weights)
             if usual is not None:
                 tokens, scales, sizes = usual
-                key = sizes, num_experts, most, expert_alignment, num_sms
-                shape, idx, weights = self._shapes.get(key), topk_idx, topk_weights
+                key = sizes, among, most, rows_of, num_sms
+                shape = self._shapes.get(key)
         if shape is None or (most and tokens.shape[0] > most):
             sent, idx, weights = self._checked(
                 x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, num_experts, num_max_tokens_per_rank,
                 expert_alignment, num_sms, handle, do_cpu_sync, do_expand,
             )  # fmt: skip
             if handle is not None:
-                most, num_experts = handle.num_max_tokens_per_rank, handle.num_experts
-            tokens, scales = sent.x, sent.scales
-            among, hidden = int(num_experts or 0), tokens.shape[1]
-            shape = Shape(among, idx.shape[1], hidden, tokens.dtype, most, 0, False, "", sent.kind, num_sms)
+                most, among = handle.num_max_tokens_per_rank, handle.num_experts
+            tokens, scales, hidden = sent.x, sent.scales, sent.x.shape[1]
+            shape = Shape(int(among or 0), idx.shape[1], hidden, tokens.dtype, most, 0, False, "", sent.kind, num_sms)
             if sent.as_given(x):
                 remember(self._shapes, key, shape)
         engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
