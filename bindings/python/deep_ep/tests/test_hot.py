@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from functools import partial
 
+import pytest
+import torch
 import torch.distributed as dist
 from layers import dispatched, routing
+from switchyard import errors
 
 import deep_ep
+from deep_ep import _checks
 
 MOST = 8
 #: With an operator for it a dispatch passes fewer.
@@ -90,3 +94,96 @@ def short(rank, size):
 
 def test_a_call_passes_few_functions(pair):
     pair.run(short)
+
+
+def flat(value):
+    """The tensors in what a call returns, but for handles and events."""
+    if isinstance(value, (tuple, list)):
+        return [x for each in value for x in flat(each)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def repeated(call, came, looked, looks):
+    """The same call twice, which returns the same rows; the second has its arguments looked at this often."""
+    made = call()
+    looked.clear()
+    again = call()
+    assert len(looked) == looks
+    for a, b in zip(flat(made), flat(again)):
+        assert a.dtype is b.dtype
+        a, b = (x[:came].contiguous().view(torch.uint8) for x in (a, b))
+        assert torch.equal(a, b)
+    return again
+
+
+def wrong(call, kind, text):
+    with pytest.raises(kind, match=text):
+        call()
+
+
+def checked(rank, size, sent, looks, looked, alone):
+    """Calls of tokens whose checks are remembered, unless they are looked at each time."""
+    buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 6)
+    experts, most = 4 * size, {"num_experts": 4 * size, "num_max_tokens_per_rank": 6}
+    came = len(flat(dispatched(buffer, sent, idx, weights)[0])[0])
+
+    def twice(call):
+        return repeated(call, came, looked, looks)
+
+    one = twice(lambda: dispatched(buffer, sent, idx, weights))[4]
+    worst = twice(lambda: dispatched(buffer, sent, idx, weights, num_worst_tokens=6 * size))[4]
+    twice(lambda: buffer.dispatch(sent, handle=one))
+    twice(lambda: buffer.dispatch(sent, handle=worst))
+    twice(lambda: elastic.dispatch(sent, idx, weights, num_experts=experts))
+    twice(lambda: elastic.dispatch(sent, idx, weights, **most))
+    last = twice(lambda: elastic.dispatch(sent, idx, weights, do_cpu_sync=False, **most))[3]
+    twice(lambda: elastic.dispatch(sent, None, weights, handle=last))
+
+    short = x[:5]
+    wrong(lambda: buffer.dispatch(short, handle=one), ValueError, "has 5 tokens, those of the handle are 6")
+    wrong(lambda: buffer.dispatch(sent, handle=one, topk_idx=idx), ValueError, "do not go with a handle")
+    wrong(lambda: buffer.dispatch(sent, handle=one, topk_weights=weights), ValueError, "do not go with a handle")
+    wrong(lambda: buffer.dispatch(sent, handle=(1,)), TypeError, "handle is tuple")
+    wrong(lambda: dispatched(buffer, sent, idx, weights, num_worst_tokens=5), ValueError, "num_worst_tokens is 5")
+    wrong(lambda: elastic.dispatch(sent, idx, handle=last), ValueError, "do not go with a handle")
+    wrong(lambda: elastic.dispatch(sent, handle=last, do_cpu_sync=True), ValueError, "do not go with a handle")
+    wrong(lambda: elastic.dispatch(sent, handle=last, num_experts=0), ValueError, "num_experts is 0, that of")
+    wrong(lambda: elastic.dispatch(sent, handle=last, expert_alignment=4), ValueError, "expert_alignment is 4")
+    wrong(lambda: elastic.dispatch(sent, handle=last, do_expand=True), ValueError, "do_expand with a handle")
+    wrong(lambda: elastic.dispatch(short, handle=last), ValueError, r"topk_idx has shape \(6, 3\)")
+    wrong(lambda: elastic.dispatch(sent, handle=(1,)), TypeError, "handle is tuple")
+    for other in (deep_ep.Buffer(alone), deep_ep.ElasticBuffer(alone)):
+        handle = one if isinstance(other, deep_ep.Buffer) else last
+        wrong(lambda: other.dispatch(sent, handle=handle), ValueError, "of another group")  # noqa: B023
+        other.destroy()
+    elastic.destroy()
+    wrong(lambda: elastic.dispatch(sent, handle=last), errors.Closed, "destroyed")
+    wrong(lambda: elastic.dispatch(sent, idx, weights, **most), errors.Closed, "destroyed")
+    buffer.destroy()
+    wrong(lambda: buffer.dispatch(sent, handle=one), errors.Closed, "destroyed")
+
+
+def remembered(rank, size):
+    x, _, _ = routing(rank, size, 6)
+    q, looked, tokens = x.to(torch.float8_e4m3fn), [], _checks.tokens
+    alone = [dist.new_group([r]) for r in range(size)][rank]
+
+    def look(call, given):
+        looked.append(call)
+        return tokens(call, given)
+
+    _checks.tokens = look
+    whole = torch.randint(99, (6, 2), dtype=torch.int32)
+    try:
+        for sent in (x, x.bfloat16(), (q, torch.rand(6, 2)), (q, torch.rand(6, 1)), (q, whole[:, :1].contiguous())):
+            checked(rank, size, sent, 0, looked, alone)
+        # Scales that are sent as another type, or copied, and another kind of sequence.
+        for sent in ((q, whole), (q, torch.rand(2, 6).t()), [q, torch.rand(6, 2)]):
+            checked(rank, size, sent, 1, looked, alone)
+    finally:
+        _checks.tokens = tokens
+
+
+def test_checks_are_remembered(pair):
+    pair.run(remembered)
