@@ -146,11 +146,11 @@ class Engine:
             made = self._ready(shape, tokens)
         while True:
             pool.calls = made.used = pool.calls + 1
-            sent = (x, chosen, weights, scales)
-            if tokens > made.tokens:
-                sent = self._plea(made.shape, *sent)
             try:
-                left = made.deliver(*sent, length or None, copies)
+                if tokens > made.tokens:
+                    left = made.deliver(*self._plea(made.shape, x, chosen, weights, scales), length or None, False)
+                else:
+                    left = made.deliver(x, chosen, weights, scales, length or None, copies)
             except errors.Error as error:
                 # On a GPU a call tells of an earlier one, for which the host did not wait, and has not been made then.
                 if made.shape.open and isinstance(error, errors.InvalidArgument) and not error.earlier:

@@ -229,19 +229,12 @@ class Buffer(FewTokens):
             tokens, scales = sent.x, sent.scales
         engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
         theirs, totals, event = topk_idx is not None and idx.dtype is torch.int64, None, None
-
-        def send() -> tuple[Any, ...]:
-            ways = idx if theirs else choices_of(idx.to(torch.bool)) if topk_idx is None else idx.to(torch.int64)
-            made = engine.dispatch(shape, tokens, scales, ways, weights, num_worst_tokens, theirs)
-            if topk_idx is not None or num_worst_tokens:
-                return *made, None
-            return *made, engine.totals(num_tokens_per_expert)  # type: ignore[arg-type]
-
         if theirs and previous_event is None and not async_finish:
             result, routing = engine.dispatch(shape, tokens, scales, idx, weights, num_worst_tokens, True)
         else:
-            inputs = (tokens, scales, idx, weights)
-            (result, routing, totals), event = self._streams.run(engine.device, previous_event, async_finish, inputs, send)
+            by_rank = num_tokens_per_expert if topk_idx is None else None
+            call = shape, tokens, scales, idx, weights, num_worst_tokens
+            (result, routing, totals), event = self._sent(engine, call, by_rank, previous_event, async_finish)
         chosen: list[int] = [] if num_worst_tokens else result.chosen if totals is None else totals
         if expert_alignment != 1:
             chosen = aligned(chosen, expert_alignment)
@@ -252,6 +245,21 @@ class Buffer(FewTokens):
         else:
             rows = result.rows if scales is None else (result.rows, result.scales)
         return rows, indices, result.weights, chosen, handle, EventOverlap(event)
+
+    def _sent(
+        self, engine: Engine, call: tuple[Any, ...], by_rank: Optional[Tensor], previous: Any, is_async: bool
+    ) -> tuple[Any, Any]:
+        """A dispatch by choices, or by the ranks of tokens, on the stream that it is for, and its event. By ranks the rows of
+        each expert come from the counts of tokens for experts that all ranks were given."""
+        shape, tokens, scales, idx, weights, worst = call
+        theirs = by_rank is None and idx.dtype is torch.int64
+
+        def send() -> tuple[Any, ...]:
+            ways = idx if theirs else idx.to(torch.int64) if by_rank is None else choices_of(idx.to(torch.bool))
+            made = engine.dispatch(shape, tokens, scales, ways, weights, worst, theirs)
+            return *made, None if by_rank is None or worst else engine.totals(by_rank)
+
+        return self._streams.run(engine.device, previous, is_async, (tokens, scales, idx, weights), send)
 
     def _checked(
         self, x: Any, is_token_in_rank: Any, num_tokens_per_expert: Any, topk_idx: Any, topk_weights: Any,
