@@ -22,6 +22,10 @@ def test_dispatches_are_those_of_python(cuda):
     cuda.run(host.paired, "cuda")
 
 
+def test_deliveries_are_those_of_python(cuda):
+    cuda.run(host.delivered, "cuda")
+
+
 def test_refusals_are_those_of_python(cuda):
     cuda.run(host.refused, "cuda")
 

@@ -403,13 +403,14 @@ def delivered(rank, size, device):
             options["combine_dtype"] = "bfloat16"
         d = sw.Dispatcher(2 * size, 2, 256, max_tokens=16, handles=1, host_counts=True, device=device, **options)
         make, weighs = delivery(d), d.by_token or d._weighs_rows
+        x, idx, _ = tokens(rank, d, 2, device)
+        words = 0 if d.dtype != "float8_e4m3fn" else 1 if d._scale_per_token else d._scale_words
+        kind = torch.int32 if d._exponents else torch.float32
+        make(x, idx, None, torch.ones(2, words, dtype=kind, device=device) if words else None, None, False)
+        make.__self__._python = None  # from the second call on it has none to make
         for n in (1, 9 + rank, 0 if rank else 3, 16):
             x, idx, weights = tokens(rank, d, n, device, n)
-            scales = None
-            if d.dtype == "float8_e4m3fn":
-                words = 1 if d._scale_per_token else d._scale_words
-                scales = torch.rand(n, words, device=device)
-                scales = (scales * 100).to(torch.int32) if d._exponents else scales
+            scales = (100 * torch.rand(n, words, device=device)).to(kind) if words else None
             for given in (weights, None) if weighs else (None,):
                 for length in (None, d.max_rows) if d._whole else (None, 4, 0, size * 16):
                     for copies in (False, True):

@@ -298,7 +298,7 @@ class Delivers:
         d, side, none, tokens = self._dispatcher, self._side, self._none, x.shape[0]
         if not self._address or type(x) is not Tensor or type(idx) is not Tensor or profiled():
             made = self._python(x, idx, weights, scales, length, copies)
-            if d._left is not None:
+            if d._left is not None and not self._address:
                 self._know(d._left)
             return made
         if length is None and d._index >= 0 and (not d._counted or side.capturing()):
@@ -311,17 +311,17 @@ class Delivers:
             rows, factors, indices, row_weights, memory, left = self._call(*sent)
         except (RuntimeError, TypeError):  # torch knows no operator for such tensors
             left = (UNUSUAL,)
-        if left[0] not in (0, AGAIN, UNUSUAL):
-            d._make_room(left[0])
-            rows, factors, indices, row_weights, memory, left = self._call(*sent)
         size = tokens * d._choice_bytes if copies else 0
         if left[0]:
+            if left[0] not in (AGAIN, UNUSUAL):
+                d._make_room(left[0])
+                rows, factors, indices, row_weights, memory, left = self._call(*sent)
             if left[0] == UNUSUAL:
                 return self._python(x, idx, weights, scales, length, copies)
-            if left[0] != AGAIN:
-                raise d.comm._lib.error(left[0])
-            handle = left[1] or d.comm._finish(AGAIN, c_uint64(left[2]), sent)
-            return d._late(side, handle, length, (idx.data_ptr(), size) if copies else NO_MEMORY, tokens)
+            if left[0] == AGAIN:
+                handle = left[1] or d.comm._finish(AGAIN, c_uint64(left[2]), sent)
+                return d._late(side, handle, length, (idx.data_ptr(), size) if copies else NO_MEMORY, tokens)
+            d.comm._lib.check(left[0])
         _, _, _, name, at, copy, came = left[:7]
         host = self._counts.among(left, 7) if len(left) > 7 else None
         if factors is not None:
