@@ -253,6 +253,37 @@ def test_an_index_that_is_no_expert(gloo):
     gloo.run(experts)
 
 
+def changed(rank, size):
+    """Choices that were in range for the layout, and are not for the dispatch."""
+    buffer = deep_ep.Buffer(dist.group.WORLD)
+    x, idx, _ = routing(rank, size, 6)
+    experts = 4 * size
+
+    def send(idx, layout):
+        return buffer.dispatch(x, topk_idx=idx, num_tokens_per_rank=layout[0], num_tokens_per_expert=layout[2])
+
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            ways = idx.clone()
+            layout = buffer.get_dispatch_layout(ways, experts)
+            assert buffer._in_range.says(ways, experts) is not inference
+            assert not buffer._in_range.says(ways.clone(), experts)
+            assert not buffer._in_range.says(ways, 2 * experts)
+            assert torch.equal(send(ways, layout)[1], send(ways.clone(), layout)[1])
+            if rank == 0:
+                ways[2, 1] = experts + size - 1
+            with pytest.raises(ValueError, match=f"token 2 of rank 0 has expert {experts + size - 1} as choice 1, there are"):
+                send(ways, layout)
+            buffer._in_range = None
+            assert torch.equal(send(idx, layout)[1], send(idx.clone(), layout)[1])
+    works(buffer, rank, size)
+    buffer.destroy()
+
+
+def test_choices_that_change_behind_the_layout(gloo):
+    gloo.run(changed)
+
+
 def bounds(rank, size):
     """Few enough tokens on each rank, and more rows for rank 0 than num_worst_tokens."""
     buffer = deep_ep.Buffer(dist.group.WORLD)

@@ -16,7 +16,7 @@ from deep_ep import _checks
 
 MOST = 8
 #: With an operator for it a dispatch passes fewer.
-OPERATED = 5
+OPERATED = 6
 #: The names of operators of torch in what makes a dispatcher's calls by them.
 OPERATORS = ("_plain", "_weighted", "_told", "_combine", "_combine_weighted")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -113,6 +114,18 @@ def indices(call: str, topk_idx: Any, count: int = -1, device: Any = None) -> Te
     if idx.dtype not in (torch.int64, torch.int32):
         raise errors.InvalidType(f"deep_ep: {call}: topk_idx is {idx.dtype}, want int64 or int32")
     return idx
+
+
+class InRange:
+    """Choices of which get_dispatch_layout has found that all are experts or none, until torch changes them."""
+
+    def __init__(self, idx: Tensor, count: int) -> None:
+        self._idx, self._count = weakref.ref(idx), count
+        self._version = -1 if idx.is_inference() else idx._version
+
+    def says(self, idx: Tensor, count: int) -> bool:
+        """Whether these choices are they, as they were. In inference mode nobody knows."""
+        return self._idx() is idx and self._count == count and self._version == (-2 if idx.is_inference() else idx._version)
 
 
 def in_range(call: str, idx: Tensor, count: int, waits: bool = True) -> Tensor:

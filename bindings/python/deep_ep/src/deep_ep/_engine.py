@@ -131,14 +131,15 @@ class Engine:
 
     def dispatch(
         self, shape: Shape, x: Tensor, scales: Optional[Tensor], idx: Tensor, weights: Optional[Tensor], length: int = 0,
-        theirs: bool = False, by: Optional[Routing] = None,
+        theirs: bool = False, in_range: bool = False, by: Optional[Routing] = None,
     ) -> tuple[Result, Routing]:  # fmt: skip
         """Send tokens. Without a length the host waits for the counts, and the result has as many rows as came; otherwise it
-        has this many rows. theirs says that the caller may change idx after the call. By a routing, whose choices idx has,
-        other tokens go the same ways."""
+        has this many rows. theirs says that the caller may change idx after the call, in_range that all choices are experts or
+        none. By a routing, whose choices idx has, other tokens go the same ways."""
         pool, tokens, chosen = self.pool, x.shape[0], idx
         # In an open dispatcher no expert of the caller's may be none of the dispatcher's, see _restated.
-        if by is None and not shape.tokens and (self._cuda or (idx.numel() and int(idx.max()) >= shape.experts)):
+        unknown = by is None and not shape.tokens and not in_range
+        if unknown and (self._cuda or (idx.numel() and int(idx.max()) >= shape.experts)):
             chosen = torch.add(idx, idx >= shape.experts, alpha=self.size)
         copies = theirs and chosen is idx
         made = self._found.get(shape)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from switchyard import errors
 from switchyard._torch.compiler import operates, uncompiled_methods
+from switchyard._torch.cuda import capturing
 from torch import Tensor
 
 from .. import _checks as checks
@@ -75,6 +76,8 @@ class Buffer(FewTokens):
         self._destroyed = False
         #: The results of checks, by the sizes and types of a call's tensors.
         self._shapes: dict[Any, Shape] = {}
+        #: The choices that were looked at last.
+        self._in_range: Optional[checks.InRange] = None
         self._combine_buffers: dict[Any, Tensor] = {}
 
     # Sizes and ranks
@@ -176,6 +179,8 @@ class Buffer(FewTokens):
             return inside.sum(0, dtype=torch.int32), chosen[:num_experts], inside
 
         made, event = self._streams.run(device, previous_event, async_finish, (idx,), count)
+        if not idx.is_cuda or not (async_finish or capturing()):
+            self._in_range = checks.InRange(topk_idx, num_experts)
         return made[0], None, made[1], made[2], EventOverlap(event)
 
     @operates
@@ -230,7 +235,8 @@ class Buffer(FewTokens):
         engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
         theirs, totals, event = topk_idx is not None and idx.dtype is torch.int64, None, None
         if theirs and previous_event is None and not async_finish:
-            result, routing = engine.dispatch(shape, tokens, scales, idx, weights, num_worst_tokens, True)
+            seen = not num_worst_tokens and self._in_range is not None and self._in_range.says(idx, shape.experts)
+            result, routing = engine.dispatch(shape, tokens, scales, idx, weights, num_worst_tokens, True, seen)
         else:
             by_rank = num_tokens_per_expert if topk_idx is None else None
             call = shape, tokens, scales, idx, weights, num_worst_tokens
