@@ -138,6 +138,12 @@ def checked(rank, size, sent, looks, looked, alone):
     twice(lambda: elastic.dispatch(sent, idx, weights, num_experts=experts))
     twice(lambda: elastic.dispatch(sent, idx, weights, **most))
     last = twice(lambda: elastic.dispatch(sent, idx, weights, do_cpu_sync=False, **most))[3]
+    stats = torch.zeros(4, dtype=torch.int32)
+    twice(lambda: elastic.dispatch(sent, idx, weights, stats, **most))
+    twice(lambda: elastic.dispatch(sent, None, weights, stats, handle=last))
+    assert torch.equal(stats, 4 * last.num_unaligned_recv_tokens_per_expert)
+    for bad in (stats[:3], stats.float(), [1]):
+        wrong(lambda: elastic.dispatch(sent, idx, weights, bad, **most), ValueError, "cumulative_local_expert")  # noqa: B023
     twice(lambda: elastic.dispatch(sent, None, weights, handle=last))
 
     short = x[:5]

@@ -85,9 +85,10 @@ class FewTokens(Bound):
         stats, most = cumulative_local_expert_recv_stats, num_max_dispatch_tokens_per_rank
         key = None
         rare = use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None or topk_weights is not None
-        if not rare and stats is None and dispatch_wait_recv_cost_stats is None:
-            usual = checks.known(x, topk_idx, None)
-            key = usual and (usual[2], most, num_experts, use_fp8, round_scale, use_ue8m0)
+        if not rare and dispatch_wait_recv_cost_stats is None:
+            usual, told = checks.known(x, topk_idx, None), () if stats is None else checks.stats_known(stats)
+            if usual is not None and told is not None:
+                key = usual[2], most, num_experts, use_fp8, round_scale, use_ue8m0, told
         shape, idx = self._shapes.get(key), topk_idx
         if shape is None or x.shape[0] > most or (async_finish and return_recv_hook):
             if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:

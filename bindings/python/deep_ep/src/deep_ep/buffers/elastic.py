@@ -268,11 +268,12 @@ class ElasticBuffer(Bound):
         if bare and type(handle) is EPHandle and self._engines.has(handle._routing.engine):
             idx, among = handle._routing.idx, handle.num_experts
             most, rows_of = handle.num_max_tokens_per_rank, handle.expert_alignment
-        if idx is not None and cumulative_local_expert_recv_stats is None and (handle is None or idx is not topk_idx):
-            usual = checks.known(x, idx, weights)
-            if usual is not None:
+        if idx is not None and (handle is None or idx is not topk_idx):
+            usual, stats = checks.known(x, idx, weights), cumulative_local_expert_recv_stats
+            told = () if stats is None else checks.stats_known(stats)
+            if usual is not None and told is not None:
                 tokens, scales, sizes = usual
-                key = sizes, among, most, rows_of, num_sms
+                key = sizes, among, most, rows_of, num_sms, told
                 shape = self._shapes.get(key)
         if shape is None or (most and tokens.shape[0] > most):
             sent, idx, weights = self._checked(
