@@ -16,7 +16,7 @@ from deep_ep import _checks
 
 MOST = 8
 #: With an operator for it a dispatch passes fewer.
-OPERATED = 6
+OPERATED = 5
 #: The names of operators of torch in what makes a dispatcher's calls by them.
 OPERATORS = ("_plain", "_weighted", "_told", "_combine", "_combine_weighted")
 
@@ -78,7 +78,8 @@ def short(rank, size):
     passed(made, lambda: buffer.combine(rows, handle))
     rows, _, _, _, handle, _ = dispatch(6 * size)
     made = handle.routing.made
-    passed(made, partial(dispatch, 6 * size), most)
+    if made.dispatcher._operated is not None:  # Python makes memory for results of a known length before the call
+        passed(made, partial(dispatch, 6 * size), most)
     passed(made, lambda: buffer.combine(rows, handle))
     for expand in (False, True):
         rows, _, _, handle, _ = elastic.dispatch(x, idx, weights, num_experts=experts, do_expand=expand)

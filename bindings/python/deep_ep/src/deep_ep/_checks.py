@@ -116,16 +116,13 @@ def indices(call: str, topk_idx: Any, count: int = -1, device: Any = None) -> Te
     return idx
 
 
-class InRange:
-    """Choices of which get_dispatch_layout has found that all are experts or none, until torch changes them."""
+class Seen(NamedTuple):
+    """Choices of which get_dispatch_layout has found that all are experts or none: their tensor, torch's count of its changes,
+    and the number of experts."""
 
-    def __init__(self, idx: Tensor, count: int) -> None:
-        self._idx, self._count = weakref.ref(idx), count
-        self._version = -1 if idx.is_inference() else idx._version
-
-    def says(self, idx: Tensor, count: int) -> bool:
-        """Whether these choices are they, as they were. In inference mode nobody knows."""
-        return self._idx() is idx and self._count == count and self._version == (-2 if idx.is_inference() else idx._version)
+    idx: weakref.ref[Tensor]
+    version: int
+    experts: int
 
 
 def in_range(call: str, idx: Tensor, count: int, waits: bool = True) -> Tensor:

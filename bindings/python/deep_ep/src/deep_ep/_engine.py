@@ -221,7 +221,9 @@ class Engine:
             made = self._find(routing, x.shape[1], x.dtype)
         pool, kept = self.pool, routing.kept
         pool.calls = made.used = pool.calls + 1
-        rows = self._fitted("x", x, kept, routing)
+        counts, n = kept.counts, x.shape[0]
+        fits = n <= made.dispatcher.max_rows if counts is None else n == counts.rows  # what is asked most, soonest
+        rows = x if fits else self._fitted("x", x, kept, routing)
         if weights is not None:
             weights = self._fitted("topk_weights", weights, kept, routing)
         if self._cuda and raw_stream(self.device.index) != routing.stream:

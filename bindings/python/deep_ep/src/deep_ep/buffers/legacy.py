@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -76,8 +77,7 @@ class Buffer(FewTokens):
         self._destroyed = False
         #: The results of checks, by the sizes and types of a call's tensors.
         self._shapes: dict[Any, Shape] = {}
-        #: The choices that were looked at last.
-        self._in_range: Optional[checks.InRange] = None
+        self._seen: Optional[checks.Seen] = None
         self._combine_buffers: dict[Any, Tensor] = {}
 
     # Sizes and ranks
@@ -179,8 +179,9 @@ class Buffer(FewTokens):
             return inside.sum(0, dtype=torch.int32), chosen[:num_experts], inside
 
         made, event = self._streams.run(device, previous_event, async_finish, (idx,), count)
-        if not idx.is_cuda or not (async_finish or capturing()):
-            self._in_range = checks.InRange(topk_idx, num_experts)
+        self._seen = None
+        if not topk_idx.is_inference() and not (idx.is_cuda and (async_finish or capturing())):  # else nobody knows
+            self._seen = checks.Seen(weakref.ref(topk_idx), topk_idx._version, num_experts)
         return made[0], None, made[1], made[2], EventOverlap(event)
 
     @operates
@@ -235,8 +236,9 @@ class Buffer(FewTokens):
         engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
         theirs, totals, event = topk_idx is not None and idx.dtype is torch.int64, None, None
         if theirs and previous_event is None and not async_finish:
-            seen = not num_worst_tokens and self._in_range is not None and self._in_range.says(idx, shape.experts)
-            result, routing = engine.dispatch(shape, tokens, scales, idx, weights, num_worst_tokens, True, seen)
+            seen = self._seen
+            known = seen is not None and seen.idx() is idx and seen.version == idx._version and seen.experts == shape.experts
+            result, routing = engine.dispatch(shape, tokens, scales, idx, weights, num_worst_tokens, True, known)
         else:
             by_rank = num_tokens_per_expert if topk_idx is None else None
             call = shape, tokens, scales, idx, weights, num_worst_tokens
