@@ -80,7 +80,7 @@ def short(rank, size):
     made = handle.routing.made
     if made.dispatcher._operated is not None:  # Python makes memory for results of a known length before the call
         passed(made, partial(dispatch, 6 * size), most)
-    passed(made, lambda: buffer.combine(rows, handle))
+    passed(made, lambda: buffer.combine(rows, handle), MOST + 1)  # one of them cuts rows off that did not come
     for expand in (False, True):
         rows, _, _, handle, _ = elastic.dispatch(x, idx, weights, num_experts=experts, do_expand=expand)
         passed(handle._routing.made, lambda: elastic.dispatch(x, idx, weights, num_experts=experts), most)
