@@ -354,6 +354,8 @@ func (g *Group) handle(from int, m message) (then func()) {
 		if p.missing--; p.missing == 0 {
 			close(p.ready)
 		}
+	case kindWord:
+		g.post(r, m)
 	case kindLeave:
 		return g.lose(from, &failure{code: failLeft, culprit: from})
 	case kindFail:

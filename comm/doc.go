@@ -1,7 +1,8 @@
 // Package comm is where ranks meet. It makes groups of ranks, in one process or
 // one process each, and gives them what they need to set up their data plane:
 // all-gather, barrier, subgroups, file descriptors passed from process to
-// process, and the news that a rank has been lost.
+// process, words between two of them ([Mail]), and the news that a rank has been
+// lost.
 //
 // A group carries no tokens. It serves the control plane: calls take a
 // [context.Context], return errors with words, and are made when objects are

@@ -155,6 +155,7 @@ func (g *Group) lose(peer int, f *failure) (then func()) {
 		return nil
 	}
 	g.signalShrink()
+	g.tellMails()
 	if f.code != failLeft && (len(g.outlive) == 0 || f.culprit != peer || g.err != nil) {
 		alone := g.n.replaced && len(g.outlive) == 0 // it has yet to call OnLoss, and the others go on
 		return func() { g.failed(f, !alone) }
@@ -264,6 +265,7 @@ func (g *Group) end() {
 	if !g.ended {
 		g.ended = true
 		close(g.done)
+		g.tellMails()
 	}
 	n.mu.Unlock()
 	for cb := range cbs {

@@ -69,6 +69,9 @@ type Group struct {
 	past    *past // nil without Config.Replaceable
 	replay  *past // of a lost rank, whose place this process has taken
 
+	mails    map[uint32]*Mail // by their number
+	lastMail uint32
+
 	inquiries   map[uint64]*inquiry // that wait for answers
 	lastInquiry uint64
 	gaveUp      struct { // the last call that this rank gave up
@@ -311,6 +314,9 @@ func (g *Group) Close() error {
 	}
 	g.closed = true
 	g.cbs = nil
+	for _, m := range g.mails {
+		m.end()
+	}
 	if !g.ended {
 		g.ended = true
 		close(g.done)

@@ -18,6 +18,8 @@ const (
 	kindReplace  kind = 11 // a process is in a lost rank's place: connect with it
 	kindReplaced kind = 12 // the sender has, or could not; and to the process, that all have
 	kindPast     kind = 13 // a rank's part in a collective call of the past
+
+	kindWord kind = 14 // a word of one rank for another
 )
 
 // opcode names a collective call, so that ranks which call different things
@@ -63,9 +65,9 @@ type message struct {
 	kind kind
 	op   opcode
 	gid  uint64
-	seq  uint64 // kindData: the call; kindShrink: the round; kindAsk, kindAnswer: the asker's number of it
+	seq  uint64 // kindData: the call; kindShrink: the round; kindAsk, kindAnswer: the asker's number of it; kindWord: Mail and topic
 	data []byte // kindData: the part; kindShrink: the gone ranks; kindAnswer: the awaited ranks
-	fds  []int  // kindData: owned by the message
+	fds  []int  // kindData, kindWord: owned by the message
 	val  any    // kindData, within a process only
 
 	// poison replaces the data of a rank that could not take part properly.

@@ -278,6 +278,7 @@ func (n *node) newGroup(id uint64, name string, parent uint64) *Group {
 		done:    make(chan struct{}),
 		cbs:     make(map[*callback]struct{}),
 
+		mails:     make(map[uint32]*Mail),
 		inquiries: make(map[uint64]*inquiry),
 	}
 	if n.keeps {

@@ -19,7 +19,7 @@ import (
 //	10  u16  0
 //	12  u32  frameMagic
 //	16  u64  group
-//	24  u64  call, round or number of an inquiry
+//	24  u64  call, round, number of an inquiry, or Mail (upper half) and topic
 //	32       payload
 //
 // A message longer than a frame is sent as several in a row, all but the last
@@ -87,7 +87,7 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 	if h.length > maxFrame {
 		return bad("%d bytes, at most %d", h.length, maxFrame)
 	}
-	if h.kind != kindData && h.kind != kindPast && (h.op != opNone || h.fds != 0) {
+	if h.kind != kindData && h.kind != kindPast && (h.op != opNone || h.fds != 0 && h.kind != kindWord) {
 		return bad("kind %d with op %d and %d descriptors", h.kind, h.op, h.fds)
 	}
 	allowed := uint8(0)
@@ -125,6 +125,10 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 		allowed = flagMore
 		if h.flags&flagMore != 0 && h.length == 0 {
 			return bad("flags %#x with %d bytes", h.flags, h.length)
+		}
+	case kindWord:
+		if h.length == 0 || h.length > MaxWord || h.fds > 0 && (h.length != h.fds || h.fds > MaxFDs) {
+			return bad("a word of %d bytes with %d descriptors", h.length, h.fds)
 		}
 	case kindLeave, kindBeat, kindBye, kindAsk:
 		if h.length != 0 {
