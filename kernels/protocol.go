@@ -13,7 +13,7 @@ const (
 
 	EngineOffset   = 64   // up to SegmentsOffset: words of the engine's own
 	SegmentsOffset = 4096 // on GPUs, where segments lie anywhere: Size 64-bit addresses of the ranks' segments
-	AliasOffset    = 8192 // on GPUs, AliasRows rows of Size 64-bit addresses: registered memory by rank
+	AliasOffset    = 8192 // on GPUs, AliasRows rows of Size 64-bit addresses: registered memory by rank; then ShareRows of memory of one rank for one other
 )
 
 // A place is where memory lies in a rank's segment. A registration on a GPU has places of its own: bit 62, a row of the alias
@@ -22,10 +22,17 @@ const (
 	AliasPlace = 1 << 62
 	AliasShift = 48
 	maxAliases = 256
+	maxShares  = 64
 )
 
 // AliasRows is how many rows the alias table of size ranks has: 256, above 28 ranks as many as the header holds.
 func AliasRows(size int) int { return min(maxAliases, (HeaderBytes-AliasOffset)/(8*size)) }
+
+// ShareRows is how many rows follow them for memory that a rank has shared with one other: 64, above 22 ranks as many as there is room for,
+// and none from 28 on. In the table of rank r, column p of these is memory of rank p, in the row that p has chosen.
+func ShareRows(size int) int {
+	return min(maxShares, (HeaderBytes-AliasOffset)/(8*size)-AliasRows(size))
+}
 
 // LineBytes is the size and alignment of a signal or credit line: two cache lines, so that the adjacent-line prefetcher
 // of one reader does not pull its neighbour's.

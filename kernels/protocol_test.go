@@ -33,7 +33,10 @@ func TestTheTablesFitTheHeader(t *testing.T) {
 		require.LessOrEqual(t, SegmentsOffset+8*size, AliasOffset)
 		require.LessOrEqual(t, AliasOffset+8*size*AliasRows(size), HeaderBytes)
 		require.GreaterOrEqual(t, AliasRows(size), 112)
+		require.LessOrEqual(t, AliasOffset+8*size*(AliasRows(size)+ShareRows(size)), HeaderBytes)
 	}
 	require.Equal(t, 256, AliasRows(28))
+	require.Equal(t, 64, ShareRows(22))
+	require.Equal(t, 0, ShareRows(28))
 	require.Less(t, maxAliases, 1<<(62-AliasShift))
 }

@@ -31,6 +31,8 @@ type backing interface {
 	displace(at, n int64) error
 	// identify returns the memory that contains a foreign view, or the reason why peers cannot map it.
 	identify(v View) (source, error)
+	// borrow maps memory that identify has named in another rank of this host, of which fd is the descriptor.
+	borrow(src *source) (*loan, error)
 	// locate is the identity alone, of a view without an owner, and the view's offset there.
 	locate(v View) (id identity, at int64, ok bool)
 	// who names the device to other ranks; reach checks, by those of all ranks and of this host's, that it works with them.
@@ -125,12 +127,8 @@ func (b *hostBacking) adopt(owner backing) error {
 func (*hostBacking) create(n int64) (int, error) { return shm.Create("switchyard-heap", n) }
 
 func (b *hostBacking) place(at int64, fd int, from, n int64) error {
-	// Pages past the end of a file can be mapped and fault later: ask now.
-	switch id, err := shm.Identify(fd); {
-	case err != nil:
+	if err := holds(fd, from, n); err != nil {
 		return err
-	case from < 0 || n <= 0 || from > roundUp(id.Size, pageSize())-n:
-		return fmt.Errorf("%w: [%d, %d+%d) of memory that has %d bytes", ErrInvalid, from, from, n, id.Size)
 	}
 	return b.shared.MapFD(at, fd, from, n)
 }
@@ -145,14 +143,42 @@ func (*hostBacking) identify(v View) (source, error) {
 		return source{}, fmt.Errorf("%w: memory at %#x has no file descriptor that peers could map; "+
 			"allocate it from the heap or map it with MapFile", ErrUnsupported, v.Ptr())
 	case v.own.heap != nil:
-		return source{}, fmt.Errorf("%w: the memory belongs to a symmetric heap already", ErrUnsupported)
+		return source{}, v.own.belongs()
 	}
-	src := source{id: v.own.id, off: v.own.off + v.off, span: roundUp(v.n, pageSize()), fd: v.own.fd}
-	src.at = src.off
-	if src.off%pageSize() != 0 {
-		return source{}, fmt.Errorf("%w: byte %d of the file is not at a multiple of %d", ErrInvalid, src.off, pageSize())
-	}
+	src := source{id: v.own.id, at: v.own.off + v.off, fd: v.own.fd}
+	src.lead = src.at % pageSize()
+	src.off, src.span = src.at-src.lead, roundUp(src.lead+v.n, pageSize())
 	return src, nil
+}
+
+// belongs is the refusal of memory that a heap has already.
+func (r *region) belongs() error {
+	if r.lender != 0 {
+		return fmt.Errorf("%w: the memory is that of another rank, which has shared it", ErrUnsupported)
+	}
+	return fmt.Errorf("%w: the memory belongs to a symmetric heap already", ErrUnsupported)
+}
+
+func (b *hostBacking) borrow(src *source) (*loan, error) {
+	if err := holds(src.fd, src.off, src.span); err != nil {
+		return nil, err
+	}
+	mem, err := shm.MapFile(src.fd, src.off, src.span)
+	if err != nil {
+		return nil, err
+	}
+	return &loan{mem: mem, unmap: func() error { return shm.Unmap(mem) }}, nil
+}
+
+// holds refuses pages past the end of a file, which can be mapped and fault later.
+func holds(fd int, from, n int64) error {
+	switch id, err := shm.Identify(fd); {
+	case err != nil:
+		return err
+	case from < 0 || n <= 0 || from > roundUp(id.Size, pageSize())-n:
+		return fmt.Errorf("%w: [%d, %d+%d) of memory that has %d bytes", ErrInvalid, from, from, n, id.Size)
+	}
+	return nil
 }
 
 // Memory of the host without an owner has no identity.

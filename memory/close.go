@@ -101,8 +101,9 @@ func (h *Heap) Close(ctx context.Context) (err error) {
 			h.log.Warn("memory: close CUDA IPC", "rank", h.group.Rank(), "error", err)
 		}
 	}
+	err = h.shares.closeOpened()
 	if h.multi != nil { // peers may still use their own views: binds end when all have come
-		err = h.multi.unmap(h.multi.objects...)
+		err = errors.Join(err, h.multi.unmap(h.multi.objects...))
 	}
 	h.registered.Store(nil)
 	if _, berr := agree.On(ctx, h.group, agree.Claim{Op: "close heap"}, nil); berr != nil && h.group.Err() == nil {
@@ -116,6 +117,7 @@ func (h *Heap) Closed() bool { return h.closed.Load() }
 
 // release gives back the range and everything in it.
 func (h *Heap) release() error {
+	h.shares.mail.Close()
 	if h.back == nil {
 		return nil
 	}

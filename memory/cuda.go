@@ -27,7 +27,8 @@ type cudaBacking struct {
 	segment   uintptr // of a scattered heap
 	origin    uintptr // of the range
 	shared    *cudaRange
-	opened    map[exporter]*opening
+	openings  sync.Mutex
+	opened    map[exporter]*opening // guarded by openings
 	once      sync.Once
 	err       error
 }
@@ -255,7 +256,7 @@ func (b *cudaBacking) displace(at, n int64) error {
 func (b *cudaBacking) identify(v View) (source, error) {
 	switch {
 	case v.own != nil && v.own.heap != nil:
-		return source{}, fmt.Errorf("%w: the memory belongs to a symmetric heap already", ErrUnsupported)
+		return source{}, v.own.belongs()
 	case v.mem != nil || v.own != nil:
 		return source{}, fmt.Errorf("%w: memory of the host at %#x on a heap of %v", ErrUnsupported, v.Ptr(), b.ctx.Device())
 	}
@@ -291,6 +292,7 @@ func (b *cudaBacking) identify(v View) (source, error) {
 	src := source{id: identity{dev: cudaIdentity, ino: p.BufferID}, at: int64(v.ptr), fd: -1}
 	if !mapped {
 		src.name, err = b.export(v.ptr, p)
+		src.lead = src.name[nameLead]
 		return src, err
 	}
 	h, err := b.ctx.RetainHandle(base)
@@ -301,6 +303,42 @@ func (b *cudaBacking) identify(v View) (source, error) {
 	src.fd, err = b.ctx.ExportFD(h)
 	src.owned = err == nil
 	return src, errors.Join(err, b.ctx.MemRelease(h))
+}
+
+// borrow maps the whole allocation: that of CUDA IPC where it is already, another one at an address of its own.
+func (b *cudaBacking) borrow(src *source) (l *loan, err error) {
+	if src.span == 0 {
+		addr, err := b.attach(&src.name)
+		if err != nil {
+			return nil, fmt.Errorf("by CUDA IPC: %w", err)
+		}
+		n := src.name
+		return &loan{addr: addr - uintptr(n[nameLead]), unmap: func() error { return b.detach(&n) }}, nil
+	}
+	h, err := b.ctx.ImportFD(src.fd)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if rerr := b.ctx.MemRelease(h); rerr != nil {
+			if l != nil {
+				rerr = errors.Join(rerr, l.unmap())
+			}
+			l, err = nil, errors.Join(err, rerr)
+		}
+	}()
+	addr, err := b.ctx.Reserve(src.span, b.unit, 0)
+	if err != nil {
+		return nil, fmt.Errorf("reserve %d bytes of addresses: %w", src.span, err)
+	}
+	if err := b.ctx.MemMap(addr, src.span, 0, h); err != nil {
+		return nil, errors.Join(fmt.Errorf("map %d bytes: %w", src.span, err), b.ctx.Unreserve(addr, src.span))
+	}
+	unmap := func() error { return errors.Join(b.ctx.MemUnmap(addr, src.span), b.ctx.Unreserve(addr, src.span)) }
+	if err := b.ctx.SetAccess(addr, src.span, b.ctx.Device()); err != nil {
+		return nil, errors.Join(fmt.Errorf("access from %v: %w", b.ctx.Device(), err), unmap())
+	}
+	return &loan{addr: addr, unmap: unmap}, nil
 }
 
 // cudaIdentity keeps buffer ids apart from inodes.

@@ -40,7 +40,8 @@
 // ranks, makes a mapping symmetric, and also memory of a GPU: of cudaMalloc, by CUDA IPC, or memory that can
 // leave its process as a descriptor. Registered memory of GPUs may lie outside the range. Its place then names
 // a row of a table in device memory, in which every rank has its own addresses of all ranks' memory
-// (kernels.Space.Addr). [Copy] moves bytes between views.
+// (kernels.Space.Addr). [Copy] moves bytes between views. Two ranks can do without the others: one offers such memory by
+// [Heap.Share], and the other maps it by [Heap.Open].
 //
 // # Typed memory
 //
@@ -57,7 +58,7 @@
 //
 // Memory that a rank shows to others outlives their mappings (M4): Close and Deregister first unmap the
 // peers' memory, meet, and only then release their own; registered memory may be freed when Deregister has
-// returned. The garbage collector never frees symmetric memory, because it would do so at another time on
+// returned. Memory that two ranks share is closed by its importer before Shared.Close returns to its exporter. The garbage collector never frees symmetric memory, because it would do so at another time on
 // every rank, so objects have to be closed. After Close the addresses are unmapped, and an access to a slice
 // that Bytes returned ends the program.
 package memory

@@ -45,6 +45,8 @@ type Heap struct {
 	// noMulticast is the reason for a nil multi though Options asked for multicast.
 	noMulticast string
 
+	shares shares
+
 	// together serialises this rank's collective calls.
 	together sync.Mutex
 	unhook   func()
@@ -103,6 +105,7 @@ func newHeap(
 		return nil, fmt.Errorf("memory: new heap: %w: a process takes the place of a lost rank on a heap of the host only, not on %v", ErrUnsupported, d)
 	}
 	h := &Heap{group: g, home: home, dev: d, log: o.Logger}
+	h.shares.begin(home)
 	if h.log == nil {
 		h.log = g.Logger()
 	}
@@ -315,6 +318,16 @@ func (h *Heap) Operand(v View) kernels.Buffer {
 func (h *Heap) SymmetricOperand(v View) kernels.Buffer {
 	b := h.Operand(v)
 	b.Place, b.Reach = v.Symmetric(h)
+	return b
+}
+
+// OperandFor is SymmetricOperand for an operation with rank peer alone, which on GPUs also reaches what this rank has shared with it: as long
+// as it has that open.
+func (h *Heap) OperandFor(v View, peer int) kernels.Buffer {
+	b := h.SymmetricOperand(v)
+	if !b.Reach {
+		b.Place, b.Reach = h.sharedPlace(v, peer)
+	}
 	return b
 }
 

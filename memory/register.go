@@ -151,6 +151,9 @@ func (h *Heap) register(ctx context.Context, v View, broken error) (r *Registrat
 		if err = v.Valid(); err == nil {
 			src, err = h.back.identify(v)
 		}
+		if err == nil && h.gpu == nil && src.lead != 0 { // pages have one place on all ranks
+			err = fmt.Errorf("%w: byte %d of the file is not at a multiple of %d", ErrInvalid, src.at, pageSize())
+		}
 	}
 	if src.owned {
 		defer closeFD(src.fd)

@@ -88,6 +88,8 @@ func (b *cudaBacking) attach(n *name) (uintptr, error) {
 		addr := uintptr(n[nameAddr])
 		return addr, b.enablePeer(addr)
 	}
+	b.openings.Lock()
+	defer b.openings.Unlock()
 	o := b.opened[n.exporter()]
 	if o == nil {
 		addr, err := b.ctx.IPCOpen(n.ipc())
@@ -125,6 +127,8 @@ func (b *cudaBacking) enablePeer(addr uintptr) error {
 
 // detach releases the address that attach has returned.
 func (b *cudaBacking) detach(n *name) error {
+	b.openings.Lock()
+	defer b.openings.Unlock()
 	o := b.opened[n.exporter()]
 	if o == nil {
 		return nil // of this process
@@ -138,6 +142,8 @@ func (b *cudaBacking) detach(n *name) error {
 
 // detachAll releases everything.
 func (b *cudaBacking) detachAll() error {
+	b.openings.Lock()
+	defer b.openings.Unlock()
 	var err error
 	for _, o := range b.opened {
 		err = errors.Join(err, b.ctx.IPCClose(o.addr))

@@ -39,6 +39,7 @@ var scenarios = map[string]scenario{
 	"hosts":      hostsScenario,
 	"no rail":    noRailScenario,
 	"rail drops": railDropsScenario,
+	"share":      shareScenario,
 	"rail doors": railDoorsScenario,
 
 	"cuda bytes":    cudaBytesScenario,
@@ -52,6 +53,8 @@ var scenarios = map[string]scenario{
 	"cuda order":    cudaOrderScenario,
 	"cuda cycles":   cudaCyclesScenario,
 	"cuda unopened": cudaUnopenedScenario,
+	"cuda share":    cudaShareScenario,
+	"share killed":  shareKilledScenario,
 
 	"legacy bytes":    legacy(cudaBytesScenario),
 	"legacy abort":    legacy(cudaAbortScenario),
@@ -60,6 +63,7 @@ var scenarios = map[string]scenario{
 	"legacy order":    legacy(cudaOrderScenario),
 	"legacy cycles":   legacy(cudaCyclesScenario),
 	"legacy unopened": legacy(cudaUnopenedScenario),
+	"legacy share":    legacy(cudaShareScenario),
 }
 
 // legacy runs a scenario with heaps of CUDA IPC memory.

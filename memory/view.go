@@ -14,7 +14,7 @@ import (
 //
 // Views of buffers and registrations are symmetric: peers reach the memory by its place in the segment.
 // Views of Go memory, of device memory and of mappings are foreign: operations stage them. Mappings and
-// device memory become symmetric by Heap.Register.
+// device memory become symmetric by Heap.Register. Two ranks share them alone by Heap.Share and Heap.Open.
 type View struct {
 	own *region // of a buffer, a registration or a mapping; nil for memory that has no owner here
 	mem []byte  // the bytes, on the host
@@ -27,12 +27,14 @@ type View struct {
 
 // region is memory with an owner in this package.
 type region struct {
-	heap  *Heap    // whose symmetric memory it is; nil for a mapping
-	id    identity // of a mapping
-	fd    int      // of a mapping
-	off   int64    // in the segment; of a mapping in what id names
-	what  string   // for messages
-	freed atomic.Bool
+	heap *Heap // whose symmetric memory it is; nil for a mapping
+	// lender is, for memory of another rank of the host, its number there plus 1.
+	lender int
+	id     identity // of a mapping
+	fd     int      // of a mapping
+	off    int64    // in the segment; of a mapping in what id names
+	what   string   // for messages
+	freed  atomic.Bool
 }
 
 // Host is a view of host memory outside a heap. It shares b's bytes; later changes of the slice b itself
@@ -99,7 +101,7 @@ func (v View) Symmetric(h *Heap) (off int64, ok bool) {
 			return r.own.off + at - r.from, true
 		}
 		return 0, false
-	case v.own.freed.Load():
+	case v.own.freed.Load() || v.own.lender != 0:
 		return 0, false
 	case v.own.heap == h:
 		return v.own.off + v.off, true

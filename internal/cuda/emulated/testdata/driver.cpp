@@ -118,6 +118,10 @@ struct mapping {
 	std::set<i32> access;
 };
 
+struct ipc_handle {
+	u64 words[8];
+};
+
 struct reservation {
 	u64 bytes;
 };
@@ -125,6 +129,7 @@ struct reservation {
 struct plain { // cuMemAlloc, cuMemHostAlloc
 	u64 bytes;
 	i32 device; // -1: of the host
+	u64 id;
 };
 
 std::mutex lock;
@@ -632,7 +637,7 @@ i32 emu_cuMemAlloc(u64 *at, size_t n)
 {
 	CALL_OR_FAIL(here());
 	*at = reinterpret_cast<u64>(aligned_alloc(4096, (n + 4095) / 4096 * 4096));
-	plains[*at] = {n, here()};
+	plains[*at] = {n, here(), ++last_id};
 	return OK;
 }
 
@@ -649,7 +654,7 @@ i32 emu_cuMemHostAlloc(void **p, size_t n, u32)
 {
 	CALL_OR_FAIL(here());
 	*p = aligned_alloc(4096, (n + 4095) / 4096 * 4096);
-	plains[reinterpret_cast<u64>(*p)] = {n, -1};
+	plains[reinterpret_cast<u64>(*p)] = {n, -1, ++last_id};
 	return OK;
 }
 
@@ -717,13 +722,44 @@ i32 emu_cuMemsetD8Async(u64 dst, unsigned char v, size_t n, u64 s)
 	return OK;
 }
 
+// The allocation of cuMemAlloc that an address is in, or null.
+std::pair<const u64, plain> *allocation(u64 at)
+{
+	auto i = plains.upper_bound(at);
+	if (i == plains.begin() || at >= (--i)->first + i->second.bytes || i->second.device < 0)
+		return nullptr;
+	return &*i;
+}
+
 i32 emu_cuPointerGetAttributes(u32 n, i32 *kinds, void **to, u64 at)
 {
 	CALL_OR_FAIL(here());
 	u64 from = 0;
 	mapping *m = mapped(at, 1, &from);
+	std::pair<const u64, plain> *p = allocation(at);
 	for (u32 i = 0; i < n; i++) {
 		u64 v = 0;
+		if (p != nullptr)
+			switch (kinds[i]) {
+			case 2:
+				v = 2; // memory of a device
+				break;
+			case 9:
+				v = static_cast<u64>(p->second.device);
+				break;
+			case 7:
+				v = p->second.id;
+				break;
+			case 11:
+				v = p->first;
+				break;
+			case 12:
+				v = p->second.bytes;
+				break;
+			case 10:
+				v = 1; // CUDA IPC
+				break;
+			}
 		if (m != nullptr)
 			switch (kinds[i]) {
 			case 2:
@@ -755,9 +791,27 @@ i32 emu_cuMemGetAddressRange(u64 *base, size_t *n, u64 at)
 	CALL_OR_FAIL(here());
 	u64 from = 0;
 	mapping *m = mapped(at, 1, &from);
+	if (auto *p = allocation(at); p != nullptr)
+		return *base = p->first, *n = p->second.bytes, OK;
 	if (m == nullptr)
 		return NOT_FOUND;
 	return *base = at - from, *n = m->bytes, OK;
+}
+
+i32 emu_cuIpcGetMemHandle(ipc_handle *h, u64 at)
+{
+	CALL_OR_FAIL(here());
+	auto *p = allocation(at);
+	if (p == nullptr)
+		return INVALID;
+	return *h = {{p->second.id}}, OK;
+}
+
+// What another process has exported; there is none, and a process cannot open what it has exported itself.
+i32 emu_cuIpcOpenMemHandle(u64 *, ipc_handle, u32)
+{
+	CALL_OR_FAIL(here());
+	return INVALID_CONTEXT;
 }
 
 i32 emu_cuMemAddressReserve(u64 *at, size_t n, size_t align, u64, u64)
@@ -1153,6 +1207,8 @@ i32 cuGetProcAddress_v2(const char *name, void **fn, i32 of, u64, i32 *found)
 	    ENTRY(cuMemsetD8Async),
 	    ENTRY(cuPointerGetAttributes),
 	    ENTRY(cuMemGetAddressRange),
+	    ENTRY(cuIpcGetMemHandle),
+	    ENTRY(cuIpcOpenMemHandle),
 	    ENTRY(cuMemAddressReserve),
 	    ENTRY(cuMemAddressFree),
 	    ENTRY(cuMemCreate),
