@@ -92,9 +92,11 @@ type Transfer struct {
 
 	Kind TransferKind
 	Peer int
-	// Buffer is this rank's memory, Place that of the peer, with as many bytes: of puts and gets.
+	// Buffer is this rank's memory, Place that of the peer, with as many bytes: of puts and gets. Where the peer's memory is one that it has
+	// shared with this rank alone, Lent is that, as this process has it mapped, and Place says nothing.
 	Buffer Buffer
 	Place  int64
+	Lent   Buffer
 	// Semaphore is that of signals and waits.
 	Semaphore int
 	Turn

@@ -74,14 +74,14 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Endpoint, error) {
 }
 
 // Put copies src to the memory of rank peer that lies there where at lies here. at is a view of symmetric memory, a buffer of the heap or
-// registered memory, and as long as src, which is any memory of the heap's device. The peer may use the bytes after it has consumed a signal
-// that came behind the put in this stream. Registered memory of a rank on another host is refused (ErrUnsupported).
+// registered memory, or of memory that the peer has shared with this rank and this rank has opened (memory.Opened), and as long as src, which
+// is any memory of the heap's device. The peer may use the bytes after it has consumed a signal that came behind the put in this stream. Registered memory of a rank on another host is refused (ErrUnsupported).
 func (x *Endpoint) Put(s device.Stream, peer int, at, src memory.View) error {
 	return x.move(s, kernels.PutTransfer, peer, at, src)
 }
 
-// Get copies the memory of rank peer that lies there where at lies here to dst, which is as long and any memory of the heap's device. The
-// peer takes no part in it.
+// Get copies the memory of rank peer that lies there where at lies here, or that at is a part of (memory.Opened), to dst, which is as long and
+// any memory of the heap's device. The peer takes no part in it.
 func (x *Endpoint) Get(s device.Stream, peer int, dst, at memory.View) error {
 	return x.move(s, kernels.GetTransfer, peer, at, dst)
 }
@@ -111,6 +111,9 @@ func (x *Endpoint) move(s device.Stream, kind kernels.TransferKind, peer int, at
 	if !at.Alike(mine) {
 		return invalid("%v: elements of %s here, of %s at rank %d", kind, mine.Element(), at.Element(), peer)
 	}
+	if lender, ok := x.c.Heap.Lender(at); ok {
+		return x.moveLent(s, kind, peer, lender, at, mine)
+	}
 	place, err := x.c.Heap.Counterpart(at, peer)
 	if err != nil {
 		return fmt.Errorf("p2p: %v: %w", kind, err)
@@ -120,6 +123,19 @@ func (x *Endpoint) move(s device.Stream, kind kernels.TransferKind, peer int, at
 	}
 	return x.launch(s, func(a *kernels.Transfer) {
 		a.Kind, a.Peer, a.Buffer, a.Place = kind, peer, x.c.Heap.Operand(mine), place
+	})
+}
+
+// moveLent is a put or a get of memory that rank lender has shared.
+func (x *Endpoint) moveLent(s device.Stream, kind kernels.TransferKind, peer, lender int, at, mine memory.View) error {
+	if lender != peer {
+		return invalid("%v: memory that rank %d has shared, want that of rank %d", kind, lender, peer)
+	}
+	if err := at.Valid(); err != nil {
+		return fmt.Errorf("p2p: %v: %w", kind, err)
+	}
+	return x.launch(s, func(a *kernels.Transfer) {
+		a.Kind, a.Peer, a.Buffer, a.Lent = kind, peer, x.c.Heap.Operand(mine), x.c.Heap.Operand(at)
 	})
 }
 

@@ -99,7 +99,12 @@ func (x *Endpoint) add(o *messages, m Message) error {
 	if err := x.c.Serves(kind, m.View); err != nil {
 		return err
 	}
-	made := kernels.Message{Receive: m.Receive, Peer: m.Peer, Tag: m.Tag, Buffer: x.c.Heap.SymmetricOperand(m.View), From: m.From}
+	made := kernels.Message{Receive: m.Receive, Peer: m.Peer, Tag: m.Tag, From: m.From}
+	if m.Receive {
+		made.Buffer = x.c.Heap.Operand(m.View)
+	} else {
+		made.Buffer = x.c.Heap.OperandFor(m.View, m.Peer)
+	}
 	if m.Source.Len() > 0 {
 		if err := x.c.Serves(kind, m.Source); err != nil {
 			return err

@@ -36,7 +36,7 @@ type messageBlock struct {
 	states     place // [size][boxes] words: the last message of the box that its sender began to withdraw, by the sender
 	filled     place // [size][blocks] lines: {claim and chunks in staging}, by the sender
 	payload    place // [size][boxes] packets of a small message, by the sender
-	answers    place // [size][boxes] {number and answer, claim and blocks or the size that the receiver expects}, by the receiver
+	answers    place // [size][boxes] {number and answer, claim and blocks, 0 where it reads, or the size that the receiver expects}, by the receiver
 	drained    place // [size][blocks] lines: {claim and chunks copied out of staging}, by the receiver
 	complaints place // [size] two lines: {number, tag}, {sent, expected} of the last small message whose size the receiver refused
 	counters   place // struct sw_message_counters [size], of this rank
@@ -104,7 +104,7 @@ type messageEntry struct {
 
 	tag     uint64
 	address uint64
-	place   uint64 // of a send: where the receiver reads it at its sender, or nowhere; of a receive: the address of the word that gets its sender, or 0
+	place   uint64 // of a send: where the receiver reads it at its sender, if it reaches that, or nowhere; of a receive: the address of the word that gets its sender, or 0
 	bytes   int64
 	peer    uint32 // anyRank: a receive from any rank
 	_       uint32

@@ -154,7 +154,10 @@ func (x *points) add(p *port, op kernels.Operation) error {
 		l.Function, x.timeout = x.wait, a.Timeout
 	case kernels.PutTransfer, kernels.GetTransfer:
 		n := a.Buffer.Bytes
-		dst, src := p.e.space.Addr(a.Peer, a.Place), a.Buffer.Ptr
+		dst, src := a.Lent.Ptr, a.Buffer.Ptr
+		if a.Lent.Bytes == 0 {
+			dst = p.e.space.Addr(a.Peer, a.Place)
+		}
 		if a.Kind == kernels.GetTransfer {
 			dst, src = src, dst
 		}

@@ -247,9 +247,9 @@ func (x *transferring) run(p *port, f *transfers, a *kernels.Transfer) error {
 func (pr *pair) transfer(x *transferring) error {
 	switch e, a := pr.e, x.a; a.Kind {
 	case kernels.PutTransfer:
-		x.copy(e.space.Range(pr.place, a.Place, a.Buffer.Bytes), a.Buffer.Mem)
+		x.copy(pr.theirs(a), a.Buffer.Mem)
 	case kernels.GetTransfer:
-		x.copy(a.Buffer.Mem, e.space.Range(pr.place, a.Place, a.Buffer.Bytes))
+		x.copy(a.Buffer.Mem, pr.theirs(a))
 	case kernels.SignalTransfer:
 		e.at(signalling, pr.place)
 		e.order(pr.place)
@@ -259,6 +259,14 @@ func (pr *pair) transfer(x *transferring) error {
 		return pr.consume(x)
 	}
 	return nil
+}
+
+// theirs is the peer's memory that a put writes or a get reads.
+func (pr *pair) theirs(a *kernels.Transfer) []byte {
+	if a.Lent.Bytes > 0 {
+		return a.Lent.Mem
+	}
+	return pr.e.space.Range(pr.place, a.Place, a.Buffer.Bytes)
 }
 
 func (x *transferring) reset() {

@@ -196,6 +196,16 @@ struct receiving {
 		over(i, n);
 	}
 
+	// The address of a message at its sender, 0 where this rank does not reach it: its sender has told no place, or
+	// one of memory that it has shared with this rank, which does not have that open.
+	__device__ __forceinline__ u64 read_at(u64 place) const
+	{
+		if (place == SW_NOWHERE)
+			return 0;
+		u64 at = m.there + resolve(m.world, m.peer, place), offset = place & ((1ull << SW_ALIAS_SHIFT) - 1);
+		return place >> 62 == 1 && at == offset ? 0 : at; // without an address in the alias table
+	}
+
 	__device__ __forceinline__ void over(u32 i, u64 n)
 	{
 		numbers[i] = n;
@@ -226,15 +236,16 @@ struct receiving {
 				return {deed::read, i, n, 0, 0, 0, m.peer};
 			u64 claims = m.counter(offsetof(sw_message_counters, claims));
 			u64 claim = load_relaxed_sys(claims) + 1;
-			u32 stripes = m.blocks < l.blocks ? m.blocks : l.blocks;
+			u64 from = read_at(l.place);
+			u32 stripes = from != 0 ? 0 : m.blocks < l.blocks ? m.blocks : l.blocks; // 0: nothing is pushed
 			store_relaxed_sys(claims, claim);
 			if (!answers(n, SW_ANSWER_CLAIMED, claim << 8 | stripes)) {
 				end(n);
 				continue;
 			}
-			if (l.place == SW_NOWHERE)
+			if (from == 0)
 				return {deed::drain, i, n, claim, 0, stripes, m.peer};
-			return {deed::pull, i, n, claim, m.there + resolve(m.world, m.peer, l.place), m.blocks, m.peer};
+			return {deed::pull, i, n, claim, from, m.blocks, m.peer};
 		}
 		return {deed::end, 0, 0, 0, 0, 0, m.peer};
 	}

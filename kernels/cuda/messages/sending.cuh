@@ -113,7 +113,7 @@ struct sending {
 			over(i);
 			return false;
 		}
-		if (e.place != SW_NOWHERE)
+		if ((v.b & 255) == 0) // its receiver reads it here
 			return false;
 		t = {deed::push, i, n, v.b >> 8, 0, static_cast<u32>(v.b & 255), m.peer};
 		return true;
