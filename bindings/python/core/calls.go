@@ -55,6 +55,9 @@ func (c *Comm) view(b Buffer) (memory.View, error) {
 	if v, ok := c.blocks.view(b); ok {
 		return v, nil
 	}
+	if v, ok := c.opened.view(b); ok {
+		return v, nil
+	}
 	return memory.Host(shm.At(b.Addr, b.Bytes)), nil
 }
 

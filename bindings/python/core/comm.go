@@ -52,6 +52,7 @@ type Comm struct {
 	shared      dispatch.Shared
 
 	blocks blocks // on the host
+	opened opened // on the host
 }
 
 // Open makes a Comm and submits its join as the first operation, with ticket 1. words is as for a queue; the listener is

@@ -47,6 +47,7 @@ type GPU struct {
 	point     *p2p.Endpoint
 	reduces   allreduce.Options // of the reducer
 	blocks    blocks
+	opened    opened
 	base, end uintptr // of this rank's segment
 
 	mu          sync.Mutex // orders calls, and guards what is below
@@ -231,6 +232,9 @@ func (g *GPU) view(b Buffer) (memory.View, error) {
 		return memory.View{}, fmt.Errorf("core: %w: %d bytes at address %#x", ErrInvalid, b.Bytes, b.Addr)
 	}
 	if v, ok := g.blocks.view(b); ok {
+		return v, nil
+	}
+	if v, ok := g.opened.view(b); ok {
 		return v, nil
 	}
 	if b.Addr >= g.base && b.Addr < g.end {

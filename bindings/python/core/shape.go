@@ -35,6 +35,11 @@ type Place interface {
 	// On a GPU they are enqueued on the stream, and there is no Request: where senders is the address of an int64 for each, there, those of
 	// receives get the rank that sent.
 	Messages(stream uintptr, calls []MessageCall, senders uintptr) (*Request, error)
+	// Share offers memory to one other rank, as memory.Heap.Share. On the host it is that of a file, which stays the caller's, and lies there
+	// at offset; on a GPU fd and offset are not looked at.
+	Share(peer int, b Buffer, fd int, offset int64) (*Shared, error)
+	// OpenShared opens what a rank has shared, as memory.Heap.Open. It waits as Waits says; nil is no error, and means to ask again.
+	OpenShared(peer int, w Waits) (*Opened, error)
 	// Explain says how an exchange into dst would be carried.
 	Explain(dst uintptr, shape Shape) (string, error)
 	// ExplainReduction says how a collective whose larger buffer has n bytes would be carried, of a GPU once that has a reducer.

@@ -18,6 +18,7 @@ from . import _sides, errors
 from ._members import admit, replace, shrink
 from ._pairs import P2POp, batch_isend_irecv, get, irecv, isend, put, recv, send, signal, wait
 from ._plans import all_to_all_by_plan, explain, register_algorithm
+from ._shares import open_shared, share
 from ._version import __version__ as __version__
 from .errors import Error
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from ._core.comm import Communicator
+    from ._core.shares import Opened, Shared
     from ._core.work import Work
     from ._types import Device, DType, Group, Memory, Op, Plans, Sizes, Stream
     from .devcomm import DeviceCommunicator
@@ -37,7 +39,9 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "Error",
+    "Opened",
     "P2POp",
+    "Shared",
     "Work",
     "admit",
     "all_gather_into_tensor",
@@ -59,12 +63,14 @@ __all__ = [
     "mem_pool",
     "metrics",
     "new_id",
+    "open_shared",
     "put",
     "recv",
     "reduce_scatter_tensor",
     "register_algorithm",
     "replace",
     "send",
+    "share",
     "shrink",
     "shutdown",
     "signal",
@@ -75,6 +81,7 @@ __all__ = [
 
 # Names that are loaded when they are asked for.
 _LAZY = {"Communicator": "_core.comm", "Work": "_core.work", "DeviceCommunicator": "devcomm"}
+_LAZY |= dict.fromkeys(("Shared", "Opened"), "_core.shares")
 _LAZY |= dict.fromkeys(("Dispatcher", "Dispatched", "Combining"), "moe")
 
 

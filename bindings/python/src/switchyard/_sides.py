@@ -90,6 +90,17 @@ def tensor_plans() -> Any:
     return plans
 
 
+def tensor_shares() -> Any:
+    """The module of tensors that two ranks share."""
+    if "torch" not in sys.modules:
+        raise errors.Unsupported(
+            "switchyard: only tensors of torch are shared: peers reach arrays of switchyard.empty by put and get as they are"
+        )
+    from ._torch import shares
+
+    return shares
+
+
 def peer_of(group: Any, peer: Any) -> Any:
     """The number in a group of a rank that may be numbered as torch does it."""
     return tensor_pairs().peer_of(group, peer) if "torch" in sys.modules else peer

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 17
+VERSION = 18
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
@@ -44,6 +44,10 @@ PROTOTYPES: dict[str, list[Any]] = {
     "messages": [c_uint64, c_uint64, c_void_p, c_int64, c_int64, c_void_p, _u64p],
     "transfer": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "request": [c_uint64, c_int64, c_void_p],
+    "lend": [c_uint64, c_int64, c_uint64, c_int64, c_int32, c_int64, _u64p],
+    "take_back": [c_uint64, c_int64, c_int64, c_int64],
+    "borrow": [c_uint64, c_int64, c_int64, c_int64, c_int64, _u64p, _u64p, _i64p],
+    "give_back": [c_uint64],
     "barrier": [c_uint64, c_uint64, c_int64, _u64p],
     "alloc": [c_uint64, c_uint64, c_uint64, c_int64, _u64p],
     "block": [c_uint64, _u64p, _i64p],

@@ -42,6 +42,7 @@ class Communicator(Place):
         self._in_flight: deque[tuple[int, object]] = deque()
         self._requests = Requests()
         self._blocks: dict[int, Block] = {}
+        self._shared: set[Any] = set()  # what peers may have open
         self._closed = False
         self._dispatchers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._gpus: dict[int, Gpu] = {}
@@ -391,6 +392,7 @@ class Communicator(Place):
         _alive.discard(self)
         self._in_flight.clear()
         self._requests.clear()
+        self._shared.clear()
 
     def __enter__(self) -> Communicator:
         return self
