@@ -45,8 +45,8 @@ type Comm struct {
 	// The worker's own.
 	exchanger   *alltoallv.Exchanger
 	reducer     *allreduce.Reducer
-	plans       []*plan.Checked // the reducer's, but for registered ones
-	registered  []*plan.Checked // the reducer's others
+	plans       []*plan.Checked          // the reducer's, but for registered ones
+	registered  map[Side][]*plan.Checked // the reducers' others
 	dispatchers []*Dispatcher
 	masks       bool // a dispatcher has had masks
 	shared      dispatch.Shared
@@ -130,7 +130,7 @@ func (c *Comm) equip(ctx context.Context, root, g *comm.Group) error {
 		return err
 	}
 	timeout := c.within()
-	exchanges := c.options.exchanges(g)
+	exchanges := c.options.exchanges(g, OnHost)
 	exchanges.Timeout, exchanges.Validate = timeout, c.options.Validate
 	if c.exchanger, err = alltoallv.New(ctx, h, exchanges); err != nil {
 		return err

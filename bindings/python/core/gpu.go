@@ -114,10 +114,8 @@ func (c *Comm) openGPU(o GPUOptions) (_ *GPU, err error) {
 	s := g.heap.Space()
 	g.base = s.Base + uintptr(int64(s.Rank)*s.Stride)
 	g.end = g.base + uintptr(s.Stride)
-	x := alltoallv.Options{
-		Timeout: c.within(), Validate: c.options.Validate, MaxSMs: o.MaxSMs, CopySMs: o.CopySMs,
-		NoSMs: o.NoSMs,
-	}
+	x := c.options.exchanges(group, OnGPUs)
+	x.Timeout, x.Validate, x.MaxSMs, x.CopySMs, x.NoSMs = c.within(), c.options.Validate, o.MaxSMs, o.CopySMs, o.NoSMs
 	if s.Size > 4 { // most tensors are not symmetric, and then 2 MiB a rank of 8 take half as long in packets as through staging
 		x.PacketBytes = 256 << 10
 	}

@@ -6,7 +6,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/internal/env"
 	"github.com/switchyard-moe/switchyard/kernels/plan"
@@ -31,10 +30,10 @@ type Options struct {
 	SegmentBytes int64
 	// Validate has the ranks compare every call before they make it; see alltoallv.Options and allreduce.Options.
 	Validate bool
-	// Plans and Algorithm are those of allreduce.Options, for the host. Exchanges are algorithms of exchanges, for the groups of the host that
-	// have as many ranks; Algorithm may be the name of one.
+	// Plans and Algorithm are those of allreduce.Options. Exchanges are algorithms of exchanges, for the groups of one host that have as many
+	// ranks; Algorithm may be the name of one.
 	Plans     []PlanSource
-	Exchanges []alltoallv.List
+	Exchanges []ExchangeSource
 	Algorithm string
 	inherited []*plan.Checked // of the Comm that this one comes from
 	// Listener and Addrs, by rank, join ranks that have a store of their own to meet in.

@@ -17,12 +17,28 @@ import (
 )
 
 // PlanSource says where a plan of package kernels/plan is: in the file Path, or in Text, the JSON itself. A registered one is in Text. It is for
-// the groups that have as many ranks on one host, and others go without it.
+// the groups that have as many ranks on one host, and others go without it; and for the device whose times it has.
 type PlanSource struct {
 	Path       string
 	Text       json.RawMessage
 	Registered bool
+	Device     Side
 }
+
+// ExchangeSource is a registered algorithm of exchanges, on the device whose times it has.
+type ExchangeSource struct {
+	alltoallv.List
+	Device Side
+}
+
+// Side is a kind of device for which an algorithm is registered.
+type Side string
+
+// The sides. Their texts are part of the ABI.
+const (
+	OnHost Side = ""
+	OnGPUs Side = "cuda"
+)
 
 // head is what decides whether a group has a registered plan.
 func (s *PlanSource) head() (name string, ranks int) {
@@ -57,7 +73,7 @@ func (o *Options) CheckAlgorithms() error {
 		}
 	}
 	for i := range o.Exchanges {
-		l := &o.Exchanges[i]
+		l := &o.Exchanges[i].List
 		if err := l.Check(); err != nil {
 			return err
 		}
@@ -81,17 +97,19 @@ func (o *Options) named(ranks int) (here, elsewhere bool) {
 }
 
 // exchanges are the options of a group's exchanger about algorithms.
-func (o *Options) exchanges(g *comm.Group) (x alltoallv.Options) {
+func (o *Options) exchanges(g *comm.Group, on Side) (x alltoallv.Options) {
 	if g.Topology().Hosts > 1 {
 		return x
 	}
 	for i := range o.Exchanges {
-		if l := &o.Exchanges[i]; len(l.Orders) == g.Size() {
-			x.Algorithms = append(x.Algorithms, l.Algorithm())
+		e := &o.Exchanges[i]
+		if e.Device != on || len(e.Orders) != g.Size() {
+			continue
 		}
-	}
-	if here, _ := o.named(g.Size()); here {
-		x.Algorithm = o.Algorithm
+		x.Algorithms = append(x.Algorithms, e.Algorithm())
+		if e.Name == o.Algorithm {
+			x.Algorithm = e.Name
+		}
 	}
 	return x
 }
@@ -103,9 +121,10 @@ func (c *Comm) makeReducer(ctx context.Context, g *comm.Group) error {
 	}
 	o := allreduce.Options{
 		Timeout: c.within(), Validate: c.options.Validate,
-		Plans: slices.Concat(c.plans, c.registered), Algorithm: c.options.Algorithm,
+		Plans: slices.Concat(c.plans, c.registered[OnHost]), Algorithm: c.options.Algorithm,
 	}
-	if c.options.exchanges(g).Algorithm != "" && !slices.ContainsFunc(o.Plans, c.options.asked) {
+	exchange, _ := c.options.named(g.Size())
+	if other := exchange && g.Topology().Hosts == 1 || slices.ContainsFunc(c.registered[OnGPUs], c.options.asked); other && !slices.ContainsFunc(o.Plans, c.options.asked) {
 		o.Algorithm = ""
 	}
 	var err error
@@ -115,7 +134,7 @@ func (c *Comm) makeReducer(ctx context.Context, g *comm.Group) error {
 
 func (c *Comm) loadPlans(ctx context.Context, g *comm.Group) error {
 	c.plans = c.options.inherited
-	c.registered = nil
+	c.registered = make(map[Side][]*plan.Checked)
 	var wrong error
 	for _, s := range c.options.Plans {
 		if _, ranks := s.head(); s.Registered && (ranks != g.Size() || g.Topology().Hosts > 1) {
@@ -127,7 +146,7 @@ func (c *Comm) loadPlans(ctx context.Context, g *comm.Group) error {
 			break
 		}
 		if s.Registered {
-			c.registered = append(c.registered, p)
+			c.registered[s.Device] = append(c.registered[s.Device], p)
 		} else {
 			c.plans = append(c.plans, p)
 		}
@@ -144,7 +163,7 @@ func (c *Comm) bequeath(size int) Options {
 	o.inherited = slices.DeleteFunc(slices.Clone(c.plans), func(p *plan.Checked) bool { return p.Plan.Ranks != size })
 	o.Plans = slices.DeleteFunc(slices.Clone(o.Plans), func(s PlanSource) bool { return !s.Registered })
 	here, elsewhere := o.named(size)
-	lost := elsewhere || slices.ContainsFunc(slices.Concat(c.plans, c.registered), o.asked) // all reducers have the others
+	lost := elsewhere || slices.ContainsFunc(slices.Concat(c.plans, c.registered[OnHost], c.registered[OnGPUs]), o.asked) // all reducers have the others
 	if here || !lost || slices.ContainsFunc(o.inherited, o.asked) {
 		return o
 	}
@@ -160,9 +179,9 @@ func (c *Comm) bequeath(size int) Options {
 // asked says whether a plan is the algorithm that calls take.
 func (o *Options) asked(p *plan.Checked) bool { return p.Plan.Name == o.Algorithm }
 
-// planned are the options of a GPU's reducer about plans. Registered plans are for the host, whose times they have.
+// planned are the options of a GPU's reducer about plans.
 func (c *Comm) planned() (o allreduce.Options) {
-	if o.Plans = c.plans; slices.ContainsFunc(o.Plans, c.options.asked) {
+	if o.Plans = slices.Concat(c.plans, c.registered[OnGPUs]); slices.ContainsFunc(o.Plans, c.options.asked) {
 		o.Algorithm = c.options.Algorithm
 	}
 	return o

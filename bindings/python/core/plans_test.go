@@ -59,15 +59,33 @@ func TestPlansOfAComm(t *testing.T) {
 	})
 }
 
-// A Comm's GPU has its plans, and not what is registered for the host.
+// A Comm's GPU has its plans and what is registered for GPUs, and not what is registered for the host.
 func TestPlansOfAGPU(t *testing.T) {
 	if !emulated.Kernels(t, "../../../kernels/cuda") {
 		return
 	}
 	one, registered := plans.OneShotAllReduce(2), plans.RingAllGather(2)
 	registered.Bytes, registered.Microseconds = []int64{1}, []float64{1e-9}
-	o := Options{TimeoutSeconds: 60, Plans: []PlanSource{source(t, one), source(t, plans.DirectAllToAll(2)), source(t, registered)}, Algorithm: one.Name}
-	o.Plans[2].Registered = true
+	gathers, reduces := registered, plans.OneShotAllReduce(2) // the GPU's of the same name, and one that only GPUs have
+	reduces.Name = "gpu"
+	reduces.Bytes, reduces.Microseconds = registered.Bytes, registered.Microseconds
+	o := Options{TimeoutSeconds: 60, Plans: []PlanSource{source(t, one), source(t, plans.DirectAllToAll(2)), source(t, registered), source(t, gathers), source(t, reduces)}}
+	for i := range o.Plans[2:] {
+		o.Plans[2+i].Registered = true
+	}
+	o.Plans[3].Device, o.Plans[4].Device = OnGPUs, OnGPUs
+	for _, side := range []Side{OnHost, OnGPUs} {
+		o.Exchanges = append(o.Exchanges, ExchangeSource{alltoallv.List{
+			Name: string("mine" + side), Orders: [][]int{{1}, {0}}, Window: 1, Bytes: []int64{64}, Microseconds: []float64{0.001},
+		}, side})
+	}
+	for _, algorithm := range []string{one.Name, reduces.Name, "", "minecuda"} {
+		o.Algorithm = algorithm
+		plansOfAGPU(t, o, one.Name, registered.Name)
+	}
+}
+
+func plansOfAGPU(t *testing.T, o Options, one, registered string) {
 	eachWith(t, 2, o, func(c *Comm) error {
 		g, err := openGPU(c, GPUOptions{Device: ownGPU(c), MaxSMs: 2})
 		if err != nil {
@@ -83,12 +101,34 @@ func TestPlansOfAGPU(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		require.Contains(t, why, "plan "+one.Name+" (forced)")
+		switch o.Algorithm {
+		case one, "gpu":
+			require.Contains(t, why, "plan "+o.Algorithm+" (forced)")
+		default:
+			require.Contains(t, why, "plan gpu (")
+			require.NotContains(t, why, "forced")
+		}
 		why, err = g.ExplainReduction(kernels.AllGather, 16, kernels.Uint8)
 		if err != nil {
 			return err
 		}
-		require.NotContains(t, why, registered.Name)
+		require.Contains(t, why, "plan "+registered+" (")
+		why, err = c.ExplainReduction(kernels.AllReduce, 16, kernels.Int64)
+		if err != nil {
+			return err
+		}
+		require.NotContains(t, why, "plan gpu")
+		require.Equal(t, o.Algorithm == one, strings.Contains(why, "(forced)"), why)
+		large := Shape{&ShapeHead{Row: 1, DstBytes: 2 << 20, SrcBytes: 2 << 20}, slices.Repeat([]int64{1 << 20}, 4)}
+		if why, err = c.Explain(buf(make([]byte, 2<<20)).Addr, large); err != nil {
+			return err
+		}
+		require.True(t, strings.HasPrefix(why, "mine ("), why)
+		if why, err = g.Explain(1<<40, large); err != nil {
+			return err
+		}
+		require.True(t, strings.HasPrefix(why, "minecuda ("), why)
+		require.Equal(t, o.Algorithm == "minecuda", strings.Contains(why, "forced"), why)
 
 		s, err := g.dev.NewStream()
 		if err != nil {
@@ -154,11 +194,11 @@ func TestRegisteredPlans(t *testing.T) {
 
 // The groups that have as many ranks take a registered algorithm of exchanges.
 func TestRegisteredExchanges(t *testing.T) {
-	list := func(orders ...[]int) alltoallv.List {
-		return alltoallv.List{Name: "mine", Orders: orders, Bytes: []int64{64}, Microseconds: []float64{0.001}}
+	list := func(orders ...[]int) ExchangeSource {
+		return ExchangeSource{List: alltoallv.List{Name: "mine", Orders: orders, Bytes: []int64{64}, Microseconds: []float64{0.001}}}
 	}
 	two, three := list([]int{1}, []int{0}), list([]int{1, 2}, []int{2, 0}, []int{0, 1})
-	o := Options{TimeoutSeconds: 20, Exchanges: []alltoallv.List{three, two}, Plans: []PlanSource{source(t, plans.OneShotAllReduce(2))}}
+	o := Options{TimeoutSeconds: 20, Exchanges: []ExchangeSource{three, two}, Plans: []PlanSource{source(t, plans.OneShotAllReduce(2))}}
 	require.NoError(t, o.CheckAlgorithms())
 	for _, algorithm := range []string{"", "mine", "ring"} { // ring is one of reductions
 		o.Algorithm = algorithm
@@ -184,7 +224,7 @@ func TestRegisteredExchanges(t *testing.T) {
 	}
 	three.Orders[2] = []int{0, 0}
 	require.ErrorContains(t, o.CheckAlgorithms(), "the order [0 0] of rank 2 does not name every other rank once")
-	o.Exchanges = []alltoallv.List{two}
+	o.Exchanges = []ExchangeSource{two}
 	o.Exchanges[0].Name = "one-shot"
 	require.ErrorContains(t, o.CheckAlgorithms(), `an algorithm of exchanges is called "one-shot", as one of reductions is`)
 	o.Plans[0].Text = json.RawMessage(`{"name":3}`)
@@ -222,7 +262,7 @@ func TestOtherExchangesAreRefusedOnAllRanks(t *testing.T) {
 	}
 	for range 20 {
 		errs := refused(t, ranks, func(r int, o *Options) {
-			o.Exchanges = []alltoallv.List{{Name: "mine", Orders: orders, Window: r % 2, Bytes: []int64{1}, Microseconds: []float64{1}}}
+			o.Exchanges = []ExchangeSource{{List: alltoallv.List{Name: "mine", Orders: orders, Window: r % 2, Bytes: []int64{1}, Microseconds: []float64{1}}}}
 		})
 		for r, err := range errs {
 			require.ErrorIs(t, err, comm.ErrMismatch, "rank %d", r)

@@ -254,6 +254,9 @@ def registers(rank, size, names):
 
     sw.register_algorithm("mine", cost, steps, ranks=(2, 3, 4))
     sw.register_algorithm("turns", lambda n, r: 1, lambda r: {"programs": all_to_all(r)["programs"]}, collective="all-to-all")
+    # One for GPUs has the same name, and times of its own, by which calls of the host do not go.
+    sw.register_algorithm("mine", lambda n, r: 0.001, steps, ranks=(2, 3, 4), device="cuda")
+    sw.register_algorithm("gpus", lambda n, r: 0.001, steps, ranks=(2, 3, 4), device="cuda")
     small, large = np.ones(1024, "float32"), np.ones(1025, "float32")
     with join(rank, size, names[0]) as comm, comm.split(0) as same:
         for group in (comm, same):
@@ -267,6 +270,9 @@ def registers(rank, size, names):
             assert y.tolist() == [10 * r + rank for r in range(size)]
     with join(rank, size, names[1], algorithm="mine") as comm:
         assert sw.explain(large, large, group=comm, call="all_reduce").startswith("plan mine (forced)")
+    with join(rank, size, names[6], algorithm="gpus") as comm, comm.split(0) as same:
+        for group in (comm, same):
+            assert sw.explain(small, small, group=group, call="all_reduce").startswith("plan mine (lowest estimate)")
     with pytest.raises(errors.InvalidArgument, match='two plans are called "mine"'):
         join(rank, size, names[2], plans=[all_reduce(size, name="mine")])
     # Steps that are wrong are not registered, and those from before stay.
@@ -283,7 +289,7 @@ def registers(rank, size, names):
 
 
 def test_a_registered_algorithm_is_chosen_by_size(plain):
-    plain.run(registers, [meeting() for _ in range(6)])
+    plain.run(registers, [meeting() for _ in range(7)])
 
 
 def rounds(size):
@@ -363,6 +369,7 @@ def test_a_registered_exchange_is_chosen_by_size(plain, more):
         (TypeError, "cost is a float, want a function", {"cost": 3.0}),
         (TypeError, "schedule is None, want a function", {"schedule": None}),
         (ValueError, "collective 'all_reduce', want \"all-reduce\", ", {"collective": "all_reduce"}),
+        (ValueError, "device 'gpu', want \"cpu\" or \"cuda\"", {"device": "gpu"}),
         (TypeError, "ranks is an int, want numbers of ranks", {"ranks": 2}),
         (ValueError, "a number of ranks is 1, want at least 2", {"ranks": [2, 1]}),
         (TypeError, r"schedule\(2\) returns a list, want a dict", {"schedule": lambda n: []}),

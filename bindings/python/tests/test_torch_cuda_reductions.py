@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import test_torch_calls as host
 from cuda_rig import CUDA, ready
-from test_plans import all_reduce, all_to_all
+from test_plans import all_reduce, all_to_all, rounds, steps
 
 import switchyard as sw
 from switchyard import errors
+from switchyard._core import algorithms
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
@@ -113,6 +116,35 @@ def test_reductions_otherwise(cuda):
     cuda.run(reduced_otherwise)
 
 
+def registered(rank, size):
+    """Algorithms of one's own for GPUs are chosen by their times there, and calls of the host do without."""
+    def where(good):
+        return lambda nbytes, ranks: 0.01 if good(nbytes) else math.inf
+
+    def backwards(ranks):
+        return {"orders": rounds(ranks), "window": 1}
+
+    try:
+        sw.register_algorithm("few", where(lambda n: n <= 4096), steps, ranks=[size], device="cuda")
+        large = where(lambda n: n >= 1 << 20)
+        sw.register_algorithm("back", large, backwards, collective="exchange", ranks=[size], device="cuda")
+        group = dist.new_group()
+        for n, chosen in ((1000, True), (1 << 20, False)):
+            x = torch.full((n,), rank + 1.0, device=CUDA)
+            assert sw.explain(x, x, group=group, call="all_reduce").startswith("plan few (lowest estimate)") == chosen
+            assert "few" not in sw.explain(x.cpu(), x.cpu(), group=group, call="all_reduce").split("\n")[0]
+            sw.all_reduce(x, group=group)
+            assert (x == size * (size + 1) / 2).all().item()
+            y, x = (torch.empty(n * size, device=CUDA), torch.full((n * size,), float(rank), device=CUDA))
+            assert sw.explain(y, x, group=group).startswith("back (lowest estimate)") != chosen
+            ready()
+            sw.all_to_all_single(y, x, group=group)
+            assert torch.equal(y.view(size, n)[:, -1].cpu(), torch.arange(float(size)))
+            assert torch.equal(y.view(size, n)[:, 0].cpu(), torch.arange(float(size)))
+    finally:
+        algorithms._algorithms.clear()
+
+
 def planned(rank, size):
     group = dist.new_group()
     sw.communicator(group, plans=[all_reduce(size), all_to_all(size)], algorithm="own")
@@ -151,3 +183,7 @@ def planned(rank, size):
 
 def test_plans_of_a_group_run_on_gpus(cuda):
     cuda.run(planned)
+
+
+def test_registered_algorithms(cuda):
+    cuda.run(registered)

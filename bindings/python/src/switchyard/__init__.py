@@ -371,7 +371,8 @@ def communicator(
       Reductions and gathers of the host and of GPUs take one where its times are less than the estimates of other ways, and
       :func:`all_to_all_by_plan` takes one always. Groups made of this one have those for as many ranks as they have.
     - ``algorithm``: what reductions and gathers of the host take without a choice: "one-shot", "two-shot", "ring", or the name
-      of a plan, for the plan's collective, or of a registered algorithm. On GPUs they take the plan that it names.
+      of a plan, for the plan's collective, or of a registered algorithm. On GPUs they take the plan, or what is registered for
+      GPUs, that it names.
     - ``max_sms``: how many multiprocessors of the GPU a call takes at most to send, where its messages are larger than packets;
       16 by default.
     - ``copy_sms``: how many more copy out of staging, where peers cannot write the output; with ``max_sms`` none by default,

@@ -34,9 +34,11 @@ def register_algorithm(
     *,
     collective: str = "all-reduce",
     ranks: Iterable[int] = range(2, 9),
+    device: str = "cpu",
 ) -> None:
-    """Add an algorithm of one's own, which calls of the host choose by size. Groups that are made later have it; register
-    it on all ranks, in one order.
+    """Add an algorithm of one's own, which calls choose by size. Groups that are made later have it; register it on all ranks,
+    in one order. ``device`` is "cpu" for tensors and arrays of the host, or "cuda" for CUDA tensors. An algorithm for both is
+    registered twice, with the times that it takes there; both may have one name.
 
     ``schedule(size)`` returns its steps for that many ranks: a dict with ``programs``, a list of steps for each rank, and where
     they are needed ``chunks`` and ``scratch``, as plans have them (docs/extending.md). ``cost(nbytes, size)`` is the time of
@@ -53,13 +55,14 @@ def register_algorithm(
 
     The algorithm is checked now: a cycle, a race, a hole, ranks with other bits, a peer that an order lacks or two ranks that
     send to a third in one step are an :class:`switchyard.errors.InvalidArgument`. Ranks that register other algorithms get a
-    :class:`switchyard.errors.Mismatch` with both when they make a group. The ``algorithm`` of :func:`init` and
-    :func:`communicator` may be its name. A name that is registered again gets the new algorithm. Groups on several hosts do
-    without. The check loads the library, so processes that fork register afterwards.
+    :class:`switchyard.errors.Mismatch` with both when they make a group, or first use their GPUs. The ``algorithm`` of
+    :func:`init` and :func:`communicator` may be its name. A name that is registered again for a device gets the new algorithm.
+    Groups on several hosts do without. On GPUs a ``window`` other than 1 is all, and ``chunk_bytes`` is passed over. The check
+    loads the library, so processes that fork register afterwards.
     """
     from ._core.algorithms import register
 
-    register(name, cost, schedule, collective, ranks)
+    register(name, cost, schedule, collective, ranks, device)
 
 
 def explain(

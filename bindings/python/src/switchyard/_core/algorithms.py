@@ -14,6 +14,8 @@ from .options import one_of
 
 #: The collectives of plans.
 COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+#: The devices for whose calls an algorithm can be, with the library's names of them.
+DEVICES = {"cpu": "", "cuda": "cuda"}
 #: An exchange has orders of peers in place of a plan, since its messages have any sizes.
 EXCHANGE = "exchange"
 
@@ -23,15 +25,18 @@ SIZES = [1 << k for k in range(6, 31)]
 # A time that no other way of a call takes, where the cost is infinite.
 NEVER = 1e15
 
-# By the name of an algorithm: the library's options of groups, with what the algorithm is for each number of ranks.
-_algorithms: dict[str, dict[str, list[dict[str, Any]]]] = {}
+# By the name and the device of an algorithm: the library's options of groups, with what the algorithm is for each number of
+# ranks.
+_algorithms: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
 
 
-def register(name: Any, cost: Any, schedule: Any, collective: Any, ranks: Any) -> None:
+def register(name: Any, cost: Any, schedule: Any, collective: Any, ranks: Any, device: Any) -> None:
     """Check and keep the plans or the orders of an algorithm, for each number of ranks."""
     if not text("name", name):
         raise errors.InvalidArgument("switchyard: name is '', want a name")
     one_of((*COLLECTIVES, EXCHANGE))("collective", collective)
+    one_of(tuple(DEVICES))("device", device)
+    on = DEVICES[device]
     for argument, value in (("cost", cost), ("schedule", schedule)):
         if not callable(value):
             raise errors.InvalidType(f"switchyard: {argument} is {type_of(value)}, want a function")
@@ -42,7 +47,8 @@ def register(name: Any, cost: Any, schedule: Any, collective: Any, ranks: Any) -
     if collective == EXCHANGE:
         options = {
             "Exchanges": [
-                {"Name": name, "Bytes": SIZES, "Microseconds": times[size], **_order(schedule, size)} for size in sizes
+                {"Name": name, "Device": on, "Bytes": SIZES, "Microseconds": times[size], **_order(schedule, size)}
+                for size in sizes
             ],
         }  # fmt: skip
     else:
@@ -50,6 +56,7 @@ def register(name: Any, cost: Any, schedule: Any, collective: Any, ranks: Any) -
             "Plans": [
                 {
                     "Registered": True,
+                    "Device": on,
                     "Text": {
                         **_steps(schedule, size),
                         "name": name, "collective": collective, "ranks": size, "bytes": SIZES, "us": times[size],
@@ -60,7 +67,7 @@ def register(name: Any, cost: Any, schedule: Any, collective: Any, ranks: Any) -
         }  # fmt: skip
     lib = library()
     lib.check(lib.check_algorithms(json.dumps(options).encode()))
-    _algorithms[name] = options
+    _algorithms[name, on] = options
 
 
 def _scheduled(schedule: Callable[[int], Any], size: int, needed: str, others: tuple[str, ...]) -> dict[str, Any]:
