@@ -42,6 +42,20 @@ type offer struct {
 	Row             int // of the importer's alias table, in the exporter's column; 0: none
 }
 
+// read decodes an offer to h.
+func (of *offer) read(text []byte, h *Heap) error {
+	if err := json.Unmarshal(text, of); err != nil {
+		return fmt.Errorf("malformed offer: %w", err)
+	}
+	first := kernels.AliasRows(h.space.Size)
+	row := of.Row == 0 || h.gpu != nil && of.Row >= first && of.Row < first+kernels.ShareRows(h.space.Size)
+	end := of.Lead + of.Bytes
+	if of.Bytes <= 0 || of.Lead < 0 || of.Span < 0 || end < 0 || of.Span > 0 && end > of.Span || h.gpu == nil && !of.Descriptor || !row {
+		return fmt.Errorf("malformed offer: %d bytes from byte %d of %d, row %d", of.Bytes, of.Lead, of.Span, of.Row)
+	}
+	return nil
+}
+
 // descriptorOf is the topic of the descriptor that comes in front of an offer, and toldOf that of what the importer tells about it.
 func descriptorOf(number uint32) uint32 { return 2 * number }
 func toldOf(number uint32) uint32       { return 2*number + 1 }
@@ -89,7 +103,8 @@ type Shared struct {
 // Share offers memory of this rank to rank peer, which opens it by Heap.Open. The two do it alone, and Share waits for nobody. v is what
 // Register takes, at any place of a Mapping, or on a GPU in one allocation of cudaMalloc or, exportable as a file descriptor, of cuMemCreate.
 // The peer maps the whole allocation, or on the host the pages, and the memory must not be freed before Shared.Close has returned nil: that
-// waits for the peer, since a free cannot be refused afterwards and only the peer knows when its work has ended (M4).
+// waits for the peer, since a free cannot be refused afterwards and only the peer knows when its work has ended (M4). An allocation of which
+// several ranges are shared is freed when all of them are closed.
 //
 // The error is an ErrInvalid for no bytes or a rank that is not another of the group, an ErrFreed for a freed view, an ErrUnsupported for a
 // rank of another host, memory without a handle for peers, and memory of a heap, which peers reach as it is, an ErrOutOfMemory where 1024
@@ -229,7 +244,7 @@ func (s *Shared) Close(ctx context.Context) error {
 			}
 			return fmt.Errorf("memory: take back %d bytes: rank %d has not opened them: %w", s.n, peer, err)
 		default:
-			s.opened = w.Data[0] == wordOpened
+			s.opened = len(w.Data) == 1 && w.Data[0] == wordOpened
 			s.ended = !s.opened
 		}
 	}
@@ -288,8 +303,8 @@ func (h *Heap) openShared(ctx context.Context, peer int) (*Opened, error) {
 		return nil, h.ofGroup(err)
 	}
 	var of offer
-	if err := json.Unmarshal(w.Data, &of); err != nil {
-		return nil, fmt.Errorf("malformed offer: %w", err)
+	if err := of.read(w.Data, h); err != nil {
+		return nil, err
 	}
 	o := &Opened{heap: h, number: of.Number, key: loanKey{rank, identity{of.Dev, of.Ino}, of.Off, of.Span}}
 	err = h.openOffer(ctx, o, &of)
@@ -317,8 +332,13 @@ func (h *Heap) openOffer(ctx context.Context, o *Opened, of *offer) error {
 		if err != nil {
 			return h.ofGroup(err)
 		}
+		for _, fd := range w.FDs {
+			defer closeFD(fd)
+		}
+		if len(w.FDs) != 1 {
+			return fmt.Errorf("malformed offer: %d descriptors", len(w.FDs))
+		}
 		src.fd = w.FDs[0]
-		defer closeFD(src.fd)
 	}
 	sh.mu.Lock()
 	defer sh.mu.Unlock()

@@ -301,6 +301,34 @@ func TestAShareThatCannotBeMappedIsRefused(t *testing.T) {
 	})
 }
 
+func TestF4_MalformedOffersAreRefused(t *testing.T) {
+	runRanks(t, localRanks(t, 2), func(t *rankT, g *comm.Group) {
+		l := hostLender(t, g)
+		if g.Rank() == 0 {
+			m := l.h.shares.mail
+			for _, text := range []string{
+				"no JSON", `{}`, `{"Descriptor":true,"Bytes":-1,"Span":4096}`, `{"Descriptor":true,"Bytes":4097,"Span":4096}`,
+				`{"Descriptor":true,"Bytes":1,"Lead":-1,"Span":4096}`, `{"Descriptor":true,"Bytes":9223372036854775807,"Lead":1}`,
+				`{"Bytes":1,"Span":4096}`, `{"Descriptor":true,"Bytes":1,"Span":4096,"Row":300}`,
+			} {
+				require.NoError(t, m.Send(1, 0, []byte(text)))
+			}
+			require.NoError(t, m.Send(1, descriptorOf(7), []byte("no descriptor")))
+			require.NoError(t, m.Send(1, 0, []byte(`{"Number":7,"Descriptor":true,"Bytes":1,"Span":4096}`)))
+			v, free := l.make(100)
+			require.NoError(t, l.share(1, v).Close(t.ctx))
+			free()
+		} else {
+			for range 9 {
+				_, err := l.h.Open(t.ctx, 0)
+				require.ErrorContains(t, err, "malformed offer")
+			}
+			require.NoError(t, l.open(0).Close())
+		}
+		require.NoError(t, l.h.Close(t.ctx))
+	})
+}
+
 func TestF3_SharesDoNotLeaveTheirHost(t *testing.T) {
 	gs, err := comm.Local(4, comm.LocalOptions{PerHost: 2})
 	require.NoError(t, err)
