@@ -83,25 +83,20 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	}
 	g := h.Group()
 	d := &Dispatcher{opened: time.Now()}
-	m, err := o.validate(g.Rank(), g.Size())
-	if o.OwnRows && h.Device().Kind() != device.HostKind {
-		o.Shared = nil // engines of GPUs do not compare the calls of several dispatchers
-	}
-	own := communicator.Config{Name: "dispatch", Timeout: o.Timeout, Layer: d.tellLayer}
+	own := communicator.Config{Name: "dispatch", Layer: d.tellLayer, Hosts: true}
 	own.Traffic = func(add func(rank int, t flight.Traffic)) { d.tellTraffic(h, add) }
-	if err == nil {
-		d.options, d.bounds, d.placement, d.local = o, m, o.Placement, o.Placement.Local(g.Rank())
-		m.Hosts = h.Hosts()
-		if o.Shared != nil {
-			m.Shared = &kernels.DispatchShared{Differ: o.Shared.differ}
-		}
-		own.Hosts, own.Rest = true, m.Hosts != nil
-		if o.Masks && m.Hosts != nil {
-			err = invalid("Options.Masks is set for ranks on %d hosts, they must be on one", g.Topology().Hosts)
-		} else if err = d.options.shareable(m.Hosts); err == nil {
-			err = d.plan(h, &own)
-		}
+	err := d.settle(h, o, &own)
+	place, err := d.options.Shared.take(h, err)
+	most, failed := d.meet(ctx, h, place, err)
+	if failed != nil {
+		return nil, failed
 	}
+	if o.AgreeMaxTokens && err == nil {
+		o.MaxTokens = most
+		err = d.settle(h, o, &own)
+	}
+	o = d.options
+	own.Timeout = o.Timeout
 	if o.Shared != nil {
 		if err := o.Shared.enter(ctx, d, h, err); err != nil {
 			return nil, err
@@ -127,6 +122,9 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 
 // Layer is the name of Options.Layer.
 func (d *Dispatcher) Layer() string { return d.options.Layer }
+
+// MaxTokens is the most tokens that one rank has in a call.
+func (d *Dispatcher) MaxTokens() int { return d.options.MaxTokens }
 
 // MaxRows is the number of rows that fit Handle.Rows. Heap buffers of that many rows serve every call without staging.
 func (d *Dispatcher) MaxRows() int { return int(d.bounds.Rows) }

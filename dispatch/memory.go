@@ -1,11 +1,35 @@
 package dispatch
 
 import (
+	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/communicator"
 	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/memory"
 )
+
+// settle completes the options, and plans. own gets what a communicator needs to know.
+func (d *Dispatcher) settle(h *memory.Heap, o Options, own *communicator.Config) error {
+	g := h.Group()
+	m, err := o.validate(g.Rank(), g.Size())
+	if d.options = o; o.OwnRows && h.Device().Kind() != device.HostKind {
+		d.options.Shared = nil // engines of GPUs do not compare the calls of several dispatchers
+	}
+	if err != nil {
+		return err
+	}
+	if m.Hosts = h.Hosts(); o.Masks && m.Hosts != nil {
+		return invalid("Options.Masks is set for ranks on %d hosts, they must be on one", g.Topology().Hosts)
+	}
+	if err := o.shareable(m.Hosts); err != nil {
+		return err
+	}
+	if o.Shared = d.options.Shared; o.Shared != nil {
+		m.Shared = &kernels.DispatchShared{Differ: o.Shared.differ, Making: d.making}
+	}
+	d.bounds, d.placement, d.local = m, o.Placement, o.Placement.Local(g.Rank())
+	return d.plan(h, own)
+}
 
 // plan sets how much memory the dispatcher takes, and how it is divided.
 func (d *Dispatcher) plan(h *memory.Heap, own *communicator.Config) error {
@@ -15,7 +39,7 @@ func (d *Dispatcher) plan(h *memory.Heap, own *communicator.Config) error {
 	}
 	d.layout = layout
 	var sizes cutter
-	own.Must, own.Family = d.options.fields(), d.bounds
+	own.Must, own.Family, own.Rest = d.options.fields(), d.bounds, d.bounds.Hosts != nil
 	own.ZeroExtra = d.layOut(&sizes)
 	own.ExtraBytes = sizes.used
 	if s := d.options.Shared; s != nil {

@@ -101,6 +101,8 @@ type Options struct {
 	Hidden int
 	// MaxTokens is the most tokens one rank has in a call; default 4096.
 	MaxTokens int
+	// AgreeMaxTokens takes the largest MaxTokens of any rank, which may then differ. Dispatcher.MaxTokens tells it.
+	AgreeMaxTokens bool
 	// IndexType of Tokens.Experts: Int32 (what zero means here) or Int64.
 	IndexType kernels.DType
 
@@ -357,7 +359,7 @@ func (o *Options) rows(m *kernels.DispatchBounds) error {
 func (o *Options) fields() []string {
 	return []string{
 		fmt.Sprintf("Experts %d", o.Experts), fmt.Sprintf("TopK %d", o.TopK), fmt.Sprintf("Hidden %d", o.Hidden),
-		fmt.Sprintf("MaxTokens %d", o.MaxTokens), fmt.Sprintf("IndexType %v", o.IndexType), fmt.Sprintf("DType %v", o.DType),
+		fmt.Sprintf("MaxTokens %d", o.MaxTokens), fmt.Sprintf("AgreeMaxTokens %v", o.AgreeMaxTokens), fmt.Sprintf("IndexType %v", o.IndexType), fmt.Sprintf("DType %v", o.DType),
 		fmt.Sprintf("Quantize %v", o.Quantize), fmt.Sprintf("ScalePerToken %v", o.ScalePerToken), fmt.Sprintf("ScaleFormat %d", o.ScaleFormat),
 		fmt.Sprintf("ScaleColumns %v", o.ScaleColumns), fmt.Sprintf("CombineDType %v", o.CombineDType),
 		fmt.Sprintf("Float8Combine %v", o.Float8Combine), fmt.Sprintf("Layout %v", o.Layout), fmt.Sprintf("Align %d", o.Align),

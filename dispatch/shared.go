@@ -25,8 +25,8 @@ import (
 // Counts, Offsets, RankCounts and the routing stay: the other calls work with such a handle. There are no halves without Options.OwnRows, and no
 // Masks, and the ranks are on one host.
 //
-// On the host, ranks that are in calls of different dispatchers get a *kernels.OrderError with both, and nothing has moved. On a GPU they wait for
-// each other until the timeout. After a disagreement on a GPU, results of the next call are undefined, unless it is one of the same dispatcher or
+// On the host, ranks that are in calls of different dispatchers get a *kernels.OrderError with both, and nothing has moved; so they do where some are
+// in a call and others in New, with the options of the dispatcher that is not made then. On a GPU they wait for each other until the timeout. After a disagreement on a GPU, results of the next call are undefined, unless it is one of the same dispatcher or
 // a dispatch to TokenMajor.
 //
 // The memory is given back when the last of the dispatchers is closed. A graph that has captured calls keeps the memory that they had, if the
@@ -240,14 +240,20 @@ func (s *Shared) differ(a, b int) (of, other string) {
 	if min(a, b) < 1 || max(a, b) > len(s.made) {
 		return "another dispatcher", "another dispatcher"
 	}
+	if of, other = differing(s.made[a-1], s.made[b-1]); of == "" {
+		return fmt.Sprintf("dispatcher %d", a), fmt.Sprintf("dispatcher %d, of the same options", b)
+	}
+	return of, other
+}
+
+// differing are the fields of options, one list as the other, that are not the same in both. Those that begin with a word of but count for none.
+func differing(a, b []string, but ...string) (of, other string) {
 	var ofs, others []string
-	for i, f := range s.made[a-1] {
-		if g := s.made[b-1][i]; f != g {
+	for i, f := range a {
+		left := func(word string) bool { return strings.HasPrefix(f, word) }
+		if g := b[i]; f != g && !slices.ContainsFunc(but, left) {
 			ofs, others = append(ofs, f), append(others, g)
 		}
-	}
-	if len(ofs) == 0 {
-		return fmt.Sprintf("dispatcher %d", a), fmt.Sprintf("dispatcher %d, of the same options", b)
 	}
 	return strings.Join(ofs, ", "), strings.Join(others, ", ")
 }

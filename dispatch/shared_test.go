@@ -3,6 +3,7 @@ package dispatch_test
 import (
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -332,6 +333,129 @@ func TestSharedMemoryStaysWhereItCannotGrow(t *testing.T) {
 		require.Equal(r, x.largest, x.s.Bytes())
 		roundTrip(r, x.d[0], nil, 2)
 		require.NoError(r, x.d[0].Close(r.Ctx))
+		require.Zero(r, r.Heap.Stats().InUse)
+	})
+}
+
+// Ranks of which one is in a call and another makes a dispatcher hear of both at once, nothing moves, and the next right call works. Results that are
+// alive stay, also where they are between halves.
+func TestRanksInACallAndInNewHearOfBoth(t *testing.T) {
+	for _, own := range []bool{false, true} {
+		t.Run(fmt.Sprintf("own rows %v", own), func(t *testing.T) {
+			local(t, 3, func(r *rank) { inACallAndInNew(r, own) })
+		})
+	}
+}
+
+func inACallAndInNew(r *rank, own bool) {
+	st := r.stream()
+	x := &shapes{r: r}
+	x.add(small(dispatch.Options{OwnRows: own}))
+	kept, _, _, _ := dispatchSmall(r, x.d[0], nil, 2)
+	var half *dispatch.Handle
+	input, idx, _ := smallBatch(r, 2)
+	if own {
+		var err error
+		half, err = x.d[0].DispatchSend(nil, r.tokens(input, idx, nil))
+		require.NoError(r, err)
+	}
+	inUse, me := r.Heap.Stats().InUse, r.Rank.Rank()
+	other := small(dispatch.Options{Shared: &x.s, Layout: dispatch.TokenMajor, DType: kernels.BFloat16})
+	other.Experts, other.Hidden = 9, 8
+	bad := slices.Clone(idx)
+	bad[1] = 99
+	on := func(s device.Stream, idx []int32) error {
+		h, err := x.d[0].Dispatch(s, r.tokens(input, idx, nil))
+		if s != nil && err == nil {
+			err = s.Synchronize()
+		}
+		if h != nil {
+			h.Release()
+		}
+		return err
+	}
+	for i, call := range []func() error{
+		func() error { return on(nil, idx) },
+		func() error { return on(r.stream(), idx) },
+		func() error { return on(nil, bad) },
+		func() error { return x.d[0].Combine(nil, r.empty(2), r.rows(kept, 16), kept, plain) },
+	} {
+		all := 1<<r.Size() - 1
+		for makes := 1; makes <= all; makes++ {
+			var err error
+			if makes>>me&1 != 0 {
+				o := other
+				if makes == all && me == 2 {
+					o.Hidden = 16
+				}
+				_, err = dispatch.New(r.Ctx, r.Heap, o)
+			} else {
+				err = call()
+			}
+			require.ErrorIs(r, err, comm.ErrMismatch, "call %d", i)
+			if makes == all {
+				require.ErrorContains(r, err, "rank 0 has Hidden 8; rank 2 has Hidden 16")
+			} else {
+				var order *kernels.OrderError
+				require.ErrorAs(r, err, &order)
+				require.ErrorContains(r, err, "in the making of a dispatcher (Experts 9, Hidden 8, DType bfloat16, ")
+				require.ErrorContains(r, err, " (Experts 4, Hidden 4, DType float32, ")
+			}
+			require.Equal(r, inUse, r.Heap.Stats().InUse)
+			roundTrip(r, x.d[0], st, 2)
+		}
+	}
+	for range 2 { // another call of the control plane
+		var err error
+		if me == 1 {
+			err = r.Heap.Grow(r.Ctx, 1<<20)
+		} else {
+			_, err = dispatch.New(r.Ctx, r.Heap, other)
+		}
+		require.ErrorIs(r, err, comm.ErrMismatch)
+		require.NoError(r, r.Group.Barrier(r.Ctx))
+		roundTrip(r, x.d[0], st, 2)
+	}
+	require.NoError(r, x.d[0].Combine(nil, r.empty(2), rowsFor(r.counts(kept).Rows), kept, plain))
+	if own {
+		require.NoError(r, x.d[0].DispatchReceive(nil, half))
+		half.Release()
+	}
+	kept.Release()
+	x.add(dispatch.Options{Experts: 6, TopK: 2, Hidden: 4, MaxTokens: 8, OwnRows: !own})
+	roundTrip(r, x.d[0], st, 2)
+	for _, d := range x.d {
+		require.NoError(r, d.Close(r.Ctx))
+	}
+	require.Zero(r, r.Heap.Stats().InUse)
+}
+
+// A rank can come with fewer tokens than others, and all have room for the most. All else is compared as without it.
+func TestRanksAgreeOnTheMostTokens(t *testing.T) {
+	local(t, 3, func(r *rank) {
+		o := small(dispatch.Options{Layout: dispatch.TokenMajor, AgreeMaxTokens: true})
+		o.MaxTokens = []int{3, 40, 5}[r.Rank.Rank()]
+		d := r.dispatcher(o)
+		require.Equal(r, 40, d.MaxTokens())
+		require.Equal(r, 120, d.MaxRows())
+		roundTrip(r, d, nil, 40)
+		require.NoError(r, d.Close(r.Ctx))
+		for _, c := range []struct {
+			want string
+			odd  func(o *dispatch.Options)
+		}{
+			{"MaxTokens 3, AgreeMaxTokens true, MaxRows 9; rank 1 has MaxTokens 40, AgreeMaxTokens false, MaxRows 120", func(o *dispatch.Options) { o.AgreeMaxTokens = false }},
+			{"rank 0 has MaxRows 120; rank 1 has MaxRows 100", func(o *dispatch.Options) { o.MaxRows = 100 }},
+			{"rank 0 has Hidden 4; rank 1 has Hidden 8", func(o *dispatch.Options) { o.Hidden = 8 }},
+		} {
+			o := o
+			if r.Rank.Rank() == 1 {
+				c.odd(&o)
+			}
+			_, err := dispatch.New(r.Ctx, r.Heap, o)
+			require.ErrorIs(r, err, comm.ErrMismatch)
+			require.ErrorContains(r, err, c.want)
+		}
 		require.Zero(r, r.Heap.Stats().InUse)
 	})
 }

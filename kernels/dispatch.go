@@ -136,6 +136,17 @@ type DispatchShared struct {
 	Words Buffer
 	// Differ says in words in what two of them differ.
 	Differ func(a, b int) (of, other string)
+	// Making is the error of all ranks where some make a dispatcher in place of a call of the others. It meets all ranks on the control plane, where
+	// those wait. call is the number of the call, and word the CallWord of this rank's.
+	Making func(call, word uint64) error
+}
+
+// Maker is a port of a dispatcher with DispatchBounds.Shared.
+type Maker interface {
+	// Make takes the place of this rank's next call, which it counts, and tells all ranks: those that are in a call there, or come to one, call
+	// DispatchShared.Making. It does not wait: the rank makes no call before it has met all ranks on the control plane. Then undo has it be as if it had
+	// not been called, where no rank is in a call, and all ranks meet once more. None of the rank's launches runs.
+	Make() (call uint64, undo func())
 }
 
 // Shape is the number of DispatchShared, 0 without.
@@ -283,8 +294,8 @@ const (
 // DispatchOp is the kind of a call on a dispatcher.
 type DispatchOp uint8
 
-// The calls. OpRefused is a rank that cannot take part in what it was called for, OpResults a copy that other ranks hear nothing of, and
-// OpTokenWeights the part of a combine by which an engine sends weights.
+// The calls. OpRefused is a rank that cannot take part in what it was called for, OpResults a copy that other ranks hear nothing of,
+// OpTokenWeights the part of a combine by which an engine sends weights, and OpMake a rank that makes a dispatcher in place of a call, see Maker.
 const (
 	OpRefused DispatchOp = iota
 	OpDispatch
@@ -294,11 +305,12 @@ const (
 	OpDispatchBackward
 	OpResults
 	OpTokenWeights
+	OpMake
 )
 
 // String is the call's name in reports.
 func (o DispatchOp) String() string {
-	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward", "results", "token weights"}[o]
+	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward", "results", "token weights", "the making of a dispatcher"}[o]
 }
 
 // DispatchRouting is a copy of what a handle has of the routing of its dispatch, in memory of the device that only this rank reads:

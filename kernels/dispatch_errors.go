@@ -129,6 +129,9 @@ func (e *OrderError) Error() string {
 
 func callText(word uint64) string {
 	op, w, dispatch := CalledOp(word), Weighting(word>>4&0xf), word&(1<<shapeShift-1)>>8
+	if op == OpMake {
+		return op.String()
+	}
 	if op == OpCombine || op == OpCombineBackward {
 		return fmt.Sprintf("%v with %v of dispatch %d", op, w, dispatch)
 	}

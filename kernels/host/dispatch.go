@@ -273,6 +273,15 @@ func (m *dispatching) at(rank int) int {
 
 // verdict is an error when the notices do not fit together. All ranks come to the same.
 func (m *dispatching) verdict() error {
+	for _, n := range m.r.notices {
+		if kernels.CalledOp(n.call) == kernels.OpMake {
+			mine := m.r.notices[m.m.Rank].call
+			if kernels.CalledOp(mine) == kernels.OpRefused {
+				mine = m.m.CallWord(m.call.Op, 0, m.r.call)
+			}
+			return m.m.Shared.Making(m.r.epoch, mine)
+		}
+	}
 	first := m.r.notices[0].call
 	for r := 1; r < m.m.Ranks && !m.in(r-1); r++ {
 		first = m.r.notices[r].call
