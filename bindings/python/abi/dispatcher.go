@@ -30,19 +30,19 @@ func switchyard_dispatcher(communicator, place C.uint64_t, opts *C.char, ticket 
 	})
 }
 
-// switchyard_dispatcher_info is the most rows that this rank can get, how many dispatches are alive, the bytes of a routing, and this rank's
-// experts, of which there are experts and room for room in expert.
+// switchyard_dispatcher_info is the most tokens that a rank has in a call, the most rows that this rank can get, how many dispatches are alive, the
+// bytes of a routing, and this rank's experts, of which there are experts and room for room in expert.
 //
 //export switchyard_dispatcher_info
-func switchyard_dispatcher_info(dispatcher C.uint64_t, maxRows, alive, routing, experts, expert *C.int64_t, room C.int64_t) C.int32_t {
+func switchyard_dispatcher_info(dispatcher C.uint64_t, maxTokens, maxRows, alive, routing, experts, expert *C.int64_t, room C.int64_t) C.int32_t {
 	return guard(func() error {
 		d, err := core.Get[*core.Dispatcher](handles, uint64(dispatcher))
 		if err != nil {
 			return err
 		}
 		local := d.Experts()
-		*maxRows, *alive, *experts = C.int64_t(d.MaxRows()), C.int64_t(d.Alive()), C.int64_t(len(local))
-		*routing = C.int64_t(d.RoutingBytes())
+		*maxTokens, *maxRows, *alive = C.int64_t(d.MaxTokens()), C.int64_t(d.MaxRows()), C.int64_t(d.Alive())
+		*routing, *experts = C.int64_t(d.RoutingBytes()), C.int64_t(len(local))
 		out := numbers(expert, room)
 		for i, e := range local[:min(len(local), len(out))] {
 			out[i] = int64(e)

@@ -95,6 +95,9 @@ func (d *Dispatcher) Comm() *Comm { return d.comm }
 // OnGPU reports whether calls are enqueued.
 func (d *Dispatcher) OnGPU() bool { return d.gpu != nil }
 
+// MaxTokens is the most tokens that one rank has in a call.
+func (d *Dispatcher) MaxTokens() int { return d.inner.MaxTokens() }
+
 // MaxRows is the most rows that this rank can get in one dispatch.
 func (d *Dispatcher) MaxRows() int { return d.inner.MaxRows() }
 

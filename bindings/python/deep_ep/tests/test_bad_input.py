@@ -212,6 +212,91 @@ def test_ranks_that_disagree_on_a_shape(gloo):
     gloo.run(disagreed)
 
 
+def unknown(rank, size):
+    """Ranks in calls of two shapes, of which a shape is new to all, or both are, also where there is no other yet: all hear of
+    both at once, and the next right call works, also of results that were lent before."""
+    x, idx, weights = routing(rank, size, 6)
+    everyone = (
+        ("Hidden", HIDDEN, HIDDEN // 2, {"x": x[:, : HIDDEN // 2].contiguous()}),
+        ("DType", "float32", "float16", {"x": x.half()}),
+        ("TopK", idx.shape[1], 1, {"idx": idx[:, :1].contiguous(), "weights": weights[:, :1].contiguous()}),
+        ("Experts", "[0-9]+", "[0-9]+", {"experts": 8 * size}),
+    )
+    bounded = ("MaxTokens", MOST, 2 * MOST, {"most": 2 * MOST})
+
+    def normal(buffer, _, x=x, idx=idx, weights=weights, experts=4 * size, most=0):
+        layout = buffer.get_dispatch_layout(idx, experts)
+        about = {"num_tokens_per_rank": layout[0], "is_token_in_rank": layout[3], "num_tokens_per_expert": layout[2]}
+        return buffer.dispatch(x, topk_idx=idx, topk_weights=weights, num_worst_tokens=most * size, **about)
+
+    def worst(buffer, elastic, most=MOST, **given):
+        return normal(buffer, elastic, most=most, **given)
+
+    def newer(_, elastic, x=x, idx=idx, weights=weights, experts=4 * size, most=0):
+        return elastic.dispatch(x, idx, weights, num_experts=experts, num_max_tokens_per_rank=most or None)
+
+    def newer_bounded(buffer, elastic, most=MOST, **given):
+        return newer(buffer, elastic, most=most, **given)
+
+    def few(buffer, _, x=x, idx=idx, weights=weights, experts=4 * size, most=MOST, fp8=False, hook=False):
+        return buffer.low_latency_dispatch(x, idx, most, experts, use_fp8=fp8, return_recv_hook=hook)
+
+    def halves(buffer, elastic, **given):
+        return few(buffer, elastic, hook=True, **given)
+
+    quantized = ("Quantize", "false", "true", {"fp8": True})
+    table = (
+        (normal, everyone),
+        (worst, (*everyone, ("MaxTokens", MOST * size, 2 * MOST * size, {"most": 2 * MOST}))),
+        (newer, everyone),
+        (newer_bounded, (*everyone, ("MaxTokens", "[0-9]+", "[0-9]+", {"most": 2000}))),
+        (few, (*everyone, bounded, quantized)),
+        (halves, (*everyone, bounded)),
+    )
+    others = (
+        (normal, few, "Layout token-major", "Layout slab"),
+        (halves, newer, "Layout slab", "Layout token-major"),
+        (normal, worst, "max_rows [0-9]+", "max_rows [0-9]+"),
+    )
+    for before in ("nothing", "the first", "another"):
+        for call, differences in table:
+            for name, one, two, wrong in differences:
+                buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+                alive = None
+                if before == "the first":
+                    call(buffer, elastic)
+                elif before == "another":
+                    alive = few(buffer, elastic, x=x.repeat(1, 2).bfloat16())
+                for odd, first, second in ((1, one, two), (0, two, one)):
+                    said = rf"rank 0 .*\b{name} {first}\b.*rank 1 .*\b{name} {second}\b"
+                    with pytest.raises(errors.Mismatch, match=said):
+                        call(buffer, elastic, **(wrong if rank == odd else {}))
+                if alive is not None:
+                    y = buffer.low_latency_combine(alive[0], idx, weights, alive[2])[0]
+                    torch.testing.assert_close(
+                        y.float(), x.repeat(1, 2) * weights.sum(1, keepdim=True), rtol=0.05, atol=0.05
+                    )
+                call(buffer, elastic, **wrong)
+                works(buffer, rank, size)
+                elastic.destroy()
+                buffer.destroy()
+        for one, other, first, second in others:
+            buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)
+            if before != "nothing":
+                one(buffer, elastic)
+            with pytest.raises(errors.Mismatch, match=f"rank 0 .*{first}.*rank 1 .*{second}"):
+                (other if rank else one)(buffer, elastic)
+            few_works(buffer, rank, size)
+            works(buffer, rank, size)
+            elastic_works(elastic, rank, size)
+            elastic.destroy()
+            buffer.destroy()
+
+
+def test_ranks_that_disagree_on_a_shape_that_is_new(gloo):
+    gloo.run(unknown)
+
+
 def experts(rank, size):
     """An index that is no expert, on one rank: an error on all that names it."""
     buffer, elastic = deep_ep.Buffer(dist.group.WORLD), deep_ep.ElasticBuffer(dist.group.WORLD)

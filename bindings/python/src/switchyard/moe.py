@@ -27,7 +27,7 @@ class Dispatcher(Calls):
 
     - ``experts`` in all, of which a token can have ``top_k``; ``hidden`` elements a row, of ``dtype`` (float32, bfloat16,
       float16 or float8_e4m3fn, of torch or numpy or as a name);
-    - ``max_tokens``: the most tokens that one rank has in a call;
+    - ``max_tokens``: the most tokens that one rank has in a call; with ``agree_max_tokens`` the largest that any rank passes;
     - ``layout``: "flat" puts each expert's rows after those of the one before, at multiples of ``align`` rows, in at most
       ``max_rows`` in all; "padded" gives each expert ``capacity`` rows. Padding is zero. "slab" gives each expert room for all
       tokens of all ranks, in a multiple of ``align`` rows, with undefined padding; tokens that have an expert twice need more,
@@ -60,7 +60,8 @@ class Dispatcher(Calls):
       dispatch all the same. There is no ``async_op``;
     - ``share_order``: its calls and those of the group's other dispatchers on this device that have it, or ``share_memory``,
       come in one order on all ranks. On the host, ranks in calls of two of them all get a
-      :class:`switchyard.errors.Mismatch` with both at once, and the next call works. On GPUs it says nothing;
+      :class:`switchyard.errors.Mismatch` with both at once, and the next call works; so do ranks of which some make one
+      meanwhile. On GPUs it says nothing;
     - ``host_counts``: a GPU tells the host how many rows came, see :meth:`Dispatched.host_counts`;
     - ``max_sms``: how many multiprocessors of a GPU a call takes at most; on the host it says nothing;
     - ``layer``: the name of the model's layer, by which :func:`switchyard.metrics` and status tell its tokens by expert. Layers
@@ -83,6 +84,7 @@ class Dispatcher(Calls):
         hidden: int,
         *,
         max_tokens: int = 4096,
+        agree_max_tokens: bool = False,
         dtype: DType = "float32",
         layout: str = "flat",
         align: int = 0,

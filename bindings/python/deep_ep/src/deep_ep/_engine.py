@@ -108,9 +108,14 @@ class Engine:
     def group(self) -> Any:
         return self.pool.group
 
-    def agree(self, tokens: int) -> int:
-        """The most tokens of any rank, by a round of the host."""
-        return self.pool.agree(tokens)
+    def most(self, n: int) -> int:
+        """The most that any rank has, by a round of the host."""
+        if self.size > 1:
+            with torch.inference_mode(False):
+                of_all = torch.tensor([n], device="cpu")
+            switchyard.all_reduce(of_all, "max", self.group)
+            n = int(of_all[0])
+        return n
 
     def totals(self, counts: Tensor) -> list[int]:
         """The sums over all ranks of counts [experts], for the experts of this rank, by a round of the host."""
@@ -146,7 +151,6 @@ class Engine:
         if made is None or not made.pooled or (self._cuda and capturing()):
             made = self._ready(shape, tokens)
         while True:
-            pool.calls = made.used = pool.calls + 1
             try:
                 if tokens > made.tokens:
                     left = made.deliver(*self._plea(made.shape, x, chosen, weights, scales), length or None, False)
@@ -158,10 +162,11 @@ class Engine:
                     raise self._restated(error, shape.experts) from None
                 earlier(error)
                 continue
+            pool.calls = made.used = pool.calls + 1
             if not made.shape.open or not left.host.counts[-1]:  # type: ignore[union-attr]
                 break
             # Some rank has more tokens than there is room for, and sent a plea in their place.
-            made = self._found[shape] = pool.dispatcher(made.shape._replace(tokens=pool.agree(tokens)))
+            made = self._found[shape] = pool.dispatcher(made.shape._replace(tokens=max(tokens, made.tokens + 1)))
         routing = Routing(self, shape, chosen, not length) if by is None else by
         routing.made, routing.kept = made, left.routing
         if self._cuda:
@@ -220,7 +225,6 @@ class Engine:
         if made is None or made.closed or made.shape.hidden != x.shape[1] or SUMS[made.shape.dtype] is not x.dtype:
             made = self._find(routing, x.shape[1], x.dtype)
         pool, kept = self.pool, routing.kept
-        pool.calls = made.used = pool.calls + 1
         counts, n = kept.counts, x.shape[0]
         fits = n <= made.dispatcher.max_rows if counts is None else n == counts.rows  # what is asked most, soonest
         rows = x if fits else self._fitted("x", x, kept, routing)
@@ -229,10 +233,12 @@ class Engine:
         if self._cuda and raw_stream(self.device.index) != routing.stream:
             kept.memory.record_stream(self._reads.current())
         try:
-            return bring(made.dispatcher, rows, kept, weights=weights, biases=bias)
+            y = bring(made.dispatcher, rows, kept, weights=weights, biases=bias)
         except errors.Error as error:
             earlier(error)
-        return bring(made.dispatcher, rows, kept, weights=weights, biases=bias)
+            y = bring(made.dispatcher, rows, kept, weights=weights, biases=bias)
+        pool.calls = made.used = pool.calls + 1
+        return y
 
     def sum_over_ranks(self, weights: Tensor, routing: Routing) -> Tensor:
         """The sums of weights [rows, top_k] over all ranks that each token went to, choice by choice."""
@@ -251,9 +257,9 @@ class Engine:
         made = self._found.get(shape)
         if made is None or not made.pooled or self._cuda:
             made = self._lender(shape)
-        self.pool.calls = made.used = self.pool.calls + 1
         numbers, counts = numbers_of(made.dispatcher, x)
         live = made.lend(lease, made.dispatcher, x, idx, first, numbers)
+        self.pool.calls = made.used = self.pool.calls + 1
         routing = Routing(self, shape, idx, False)
         live.serves(routing)
         if self._cuda:
@@ -270,6 +276,7 @@ class Engine:
         except errors.Error as error:
             earlier(error)
             made = bring(by, x, got, token_weights=weights, out=out, async_op=first)
+        self.pool.calls = live.made.used = self.pool.calls + 1
         if self._cuda:
             self._reads.mark()
         return made
@@ -303,7 +310,6 @@ class Engine:
         ways."""
         live, made, kept = routing.live, routing.made, routing.kept
         if made is not None and SUMS[made.shape.dtype] is dtype and not made.closed:
-            self.pool.calls = made.used = self.pool.calls + 1
             if self._cuda:
                 self._reads.follow()
             if live is not None:

@@ -30,48 +30,39 @@ class Pool:
         self._made: dict[Shape, Made] = {}
         #: Those that graphs may use, which have no place any more.
         self._replayed: list[Made] = []
-        #: How many calls there were.
+        #: How many calls have brought something, which is the same on all ranks: a call that fails does so on all.
         self.calls = 0
-        with torch.inference_mode(False):  # it is written in calls of either mode
-            self._most = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     @property
     def group(self) -> Any:
         return self._group()
 
-    def agree(self, tokens: int) -> int:
-        """The most tokens of any rank, by a round of the host."""
-        if self.size > 1:
-            self._most[0] = tokens
-            switchyard.all_reduce(self._most, "max", self.group)
-            tokens = int(self._most[0])
-        return tokens
-
     def wanted(self, shape: Shape, tokens: int) -> Made:
-        """The dispatcher for calls of a shape. One that is open has room for as many tokens as it was made for, on which all
-        ranks agree at first."""
+        """The dispatcher for calls of a shape. One that is open has room for as many tokens as it was made for, at first the
+        most of any rank."""
         if not shape.tokens:
             shape = shape._replace(open=True)
             before = self._made.get(self._key(shape))
-            shape = shape._replace(tokens=before.tokens if before is not None else self.agree(tokens))
+            shape = shape._replace(tokens=before.tokens if before is not None else max(tokens, 1))
         return self.dispatcher(shape)
 
     def dispatcher(self, shape: Shape) -> Made:
-        """A dispatcher for a shape, which all ranks make together unless one has room."""
+        """A dispatcher for a shape, which all ranks make together unless one has room. Where some are in a call of another, all
+        have the error, and the pool stays as it was."""
         key = self._key(shape)
-        made = self._made.get(key)
-        if made is None or made.tokens < shape.tokens:
-            self.reads.refuse_capture(f"the first call of {shape.tokens} tokens of {shape.hidden} x {shape.dtype}")
-            if made is not None:
-                self._drop(key)
-            elif len(self._made) >= MOST:
-                self._drop_oldest()
-            tokens = shape.tokens
-            if not shape.slab and not shape.rows:
-                tokens = max(64, self.size, 1 << (tokens - 1).bit_length())
-            shape = shape._replace(tokens=tokens)
-            made = self._made[key] = Made(shape, self._make(shape))
-        self.calls = made.used = self.calls + 1
+        before = self._made.get(key)
+        if before is not None and before.tokens >= shape.tokens:
+            return before
+        self.reads.refuse_capture(f"the first call of {shape.tokens} tokens of {shape.hidden} x {shape.dtype}")
+        if not shape.slab and not shape.rows:
+            shape = shape._replace(tokens=max(64, self.size, 1 << (shape.tokens - 1).bit_length()))
+        dispatcher = self._make(shape)
+        spare = key if before is not None else self._oldest() if len(self._made) >= MOST else None
+        gone = None if spare is None else self._made.pop(spare)
+        made = self._made[key] = Made(shape._replace(tokens=dispatcher.max_tokens), dispatcher)
+        made.used = self.calls
+        if gone is not None:
+            self._give_back(gone)
         return made
 
     def close(self) -> None:
@@ -80,7 +71,7 @@ class Pool:
         failed: Optional[errors.Error] = None
         for key in list(self._made):
             try:
-                self._drop(key)
+                self._give_back(self._made.pop(key))
             except errors.PeerLost:
                 pass
             except errors.Error as error:
@@ -88,20 +79,18 @@ class Pool:
         if failed is not None:
             raise failed
 
-    def _drop(self, key: Shape) -> None:
-        """Give a dispatcher back, or keep it where a graph may replay its calls."""
-        made = self._made.pop(key)
+    def _give_back(self, made: Made) -> None:
+        """Give a dispatcher back that has no place any more, or keep it where a graph may replay its calls."""
         made.pooled = False
         if made.captured:
             self._replayed.append(made)
         else:
             made.close()
 
-    def _drop_oldest(self) -> None:
-        """Give the dispatcher back that was used least recently. One in the midst of a call, or in a graph, stays."""
+    def _oldest(self) -> Optional[Shape]:
+        """By which the dispatcher is found that was used least recently. One in the midst of a call, or in a graph, stays."""
         free = [(made.used, key) for key, made in self._made.items() if not made.captured and not made.between_halves()]
-        if free:
-            self._drop(min(free, key=lambda each: each[0])[1])
+        return min(free, key=lambda each: each[0])[1] if free else None
 
     def _key(self, shape: Shape) -> Shape:
         """By which the dispatcher for a shape is found."""
@@ -118,6 +107,7 @@ class Pool:
             s.top_k,
             s.hidden,
             max_tokens=s.tokens,
+            agree_max_tokens=s.open,
             max_rows=s.rows,
             placement=placement,
             dtype=s.dtype,

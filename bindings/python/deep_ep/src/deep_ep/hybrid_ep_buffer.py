@@ -226,7 +226,7 @@ class HybridEPBuffer(Bound):
             raise errors.InvalidType(f"deep_ep: {call}: routing_map is {chosen.dtype}, want torch.bool")
         experts = checks.experts(call, chosen.shape[1], self.group_size)
         engine.refuse_capture("a call with a routing_map, whose number of choices the host has to know,")
-        top_k = max(engine.agree(int(chosen.sum(1).max()) if chosen.numel() else 0), 1)
+        top_k = max(engine.most(int(chosen.sum(1).max()) if chosen.numel() else 0), 1)
         order = chosen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :top_k]
         idx = torch.where(chosen.gather(1, order), order, -1)
         return idx, None if probs is None else _at(probs, idx, call, experts), experts

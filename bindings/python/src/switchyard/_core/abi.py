@@ -70,7 +70,7 @@ PROTOTYPES: dict[str, list[Any]] = {
     "abandon": [c_uint64, c_int64, c_int32],
     "drop": [c_uint64],
     "dispatcher": [c_uint64, c_uint64, c_char_p, _u64p],
-    "dispatcher_info": [c_uint64, _i64p, _i64p, _i64p, _i64p, c_void_p, c_int64],
+    "dispatcher_info": [c_uint64, _i64p, _i64p, _i64p, _i64p, _i64p, c_void_p, c_int64],
     "dispatcher_counters": [c_uint64, c_void_p, c_int64, c_void_p, c_void_p, c_int64],
     "dispatcher_mask": [c_uint64, c_int64],
     "dispatcher_masked": [c_uint64, _u64p],

@@ -54,8 +54,7 @@ class Calls(Taking):
         """Make it, together with all ranks. values are checked options, and stream says which CUstream is current on a GPU."""
         self.layout, self.dtype, self.combine_dtype = values["layout"], values["dtype"], values["combine_dtype"]
         self.index_dtype, self.experts, self.top_k = values["index_dtype"], values["experts"], values["top_k"]
-        self.hidden, self.max_tokens = values["hidden"], values["max_tokens"]
-        self._align = values["align"]
+        self.hidden, self._align = values["hidden"], values["align"]
         self.by_token = options.LAYOUTS.index(self.layout) >= options.LAYOUTS.index("token_major")
         #: The type of the rows that arrive.
         self.row_dtype = "float8_e4m3fn" if values["quantize"] else self.dtype
@@ -85,7 +84,7 @@ class Calls(Taking):
         self._sum_bytes = self.hidden * options.BYTES[self.combine_dtype]
         self._choice_bytes = self.top_k * options.INDEX_BYTES[self.index_dtype]
         self._counted = values["host_counts"] or self._index < 0
-        self.max_rows, _, self.routing_bytes, self._local_experts = self._info()
+        self.max_tokens, self.max_rows, _, self.routing_bytes, self._local_experts = self._info()
         self._ranks = self.comm.size
         self._groups = self._ranks if self.by_token else len(self._local_experts)
         self.comm._dispatchers.add(self)
@@ -105,16 +104,16 @@ class Calls(Taking):
         self._results = getattr(lib, prefix + "results")
         self._delivers = getattr(lib, prefix + "deliver"), lib.deliver
 
-    def _info(self) -> tuple[int, int, int, list[int]]:
-        """The most rows of a dispatch, how many dispatches are alive, the bytes of a routing, and this rank's experts."""
-        (rows, alive, routing, n), lib = (c_int64() for _ in range(4)), self.comm._lib
+    def _info(self) -> tuple[int, int, int, int, list[int]]:
+        """The most tokens and rows of a dispatch, how many are alive, the bytes of a routing, and this rank's experts."""
+        (tokens, rows, alive, routing, n), lib = (c_int64() for _ in range(5)), self.comm._lib
         local = array("q", bytes(8 * max(self.experts, 1)))
-        out = (byref(rows), byref(alive), byref(routing), byref(n), local.buffer_info()[0], len(local))
+        out = (byref(tokens), byref(rows), byref(alive), byref(routing), byref(n), local.buffer_info()[0], len(local))
         lib.check(lib.dispatcher_info(self._handle, *out))
-        return rows.value, alive.value, routing.value, local[: n.value].tolist()
+        return tokens.value, rows.value, alive.value, routing.value, local[: n.value].tolist()
 
     def _alive(self) -> int:
-        return 0 if self._closed else self._info()[1]
+        return 0 if self._closed else self._info()[2]
 
     def _run(self, which: int, keep: object, *arguments: Any) -> int:
         """Make a call: on a GPU on the current stream, on the host wait for it and return its value."""

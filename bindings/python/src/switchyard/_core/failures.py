@@ -51,6 +51,7 @@ _NAMES = {
     "SumWeights": "sum_weights",
     "Release one": "let go of one",
     "MaxRows": "max_rows",
+    "AgreeMaxTokens": "agree_max_tokens",
     "MaxSMs": "max_sms",
     "Align": "align",
     "Timeout": "timeout",

@@ -73,6 +73,7 @@ TABLE = (
     Option("top_k", "TopK", integer),
     Option("hidden", "Hidden", integer),
     Option("max_tokens", "MaxTokens", integer),
+    Option("agree_max_tokens", "AgreeMaxTokens", flag),
     Option("quantize", "Quantize", flag),
     Option("scale_per_token", "ScalePerToken", flag),
     Option("scale_format", "ScaleFormat", one_of(SCALE_FORMATS), SCALE_FORMATS.index),
