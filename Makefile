@@ -105,7 +105,7 @@ deep-ep-tests:
 	cd bindings/python/deep_ep && PYTHON=../../../$(VENV)-torch/bin/python ./tests/peer.sh "$(DEEPEP)"
 
 # vLLM, SGLang and torchtitan over the package deep_ep, on the CPU, with the torch that is in .venv-torch. The first time it fetches their
-# sources, 100 MB, into .hosts; it takes a minute on 2 idle cores.
+# sources, 100 MB, into .hosts; it takes two minutes on 2 cores.
 deep-ep-hosts:
 	CC=$$(command -v cc || true) $(VENV)-torch/bin/pip install --quiet --disable-pip-version-check ./bindings/python
 	$(VENV)-torch/bin/pip install --quiet --disable-pip-version-check --no-deps ./bindings/python/deep_ep

@@ -12,8 +12,8 @@ collect_ignore = [] if programs.folder() else [f"test_{program}.py" for program 
 
 @pytest.fixture
 def ranks(worlds: world.Worlds, request: pytest.FixtureRequest) -> world.World:
-    """Two ranks with the program that the test's file is named after."""
-    return worlds.get(2, getattr(programs, request.path.stem.removeprefix("test_")))
+    """Ranks with the program that the test's file is named after: two, where the test does not say how many."""
+    return worlds.get(getattr(request, "param", 2), getattr(programs, request.path.stem.removeprefix("test_")))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

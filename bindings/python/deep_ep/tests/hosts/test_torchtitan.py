@@ -138,6 +138,7 @@ def dispatched(rank, size, cudagraphable, training):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("ranks", [2, 4], ids="{} ranks".format, indirect=True)
 @pytest.mark.parametrize("cudagraphable", [False, True], ids=["by token", "worst case"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 def test_dispatcher(ranks, cudagraphable, training):
