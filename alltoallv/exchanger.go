@@ -98,8 +98,9 @@ func (x *Exchanger) configure(h *memory.Heap, o Options) (mine string, err error
 // happened and may be repeated, and the other ranks wait for it. Two errors are of one call, and later calls work:
 //
 //   - A *kernels.SplitsError is about Splits.Live of some rank, and every rank gets it from this call.
-//   - A *kernels.CountMismatchError has the sizes on both ranks, and its Epoch the number of the call. A rank whose small message
-//     had another size than its receiver expected gets it from the next call, which is complete.
+//   - A *kernels.CountMismatchError has the sizes on both ranks, and its Epoch the number of the call. On the host, or with Options.Validate, it is
+//     also for known elements that differ between the ranks, of messages of any bytes. A rank whose small message is not as its receiver expected
+//     gets it from the next call, which is complete.
 //
 // After any other error the Exchanger can only be closed. All of these name the peer: comm.ErrPeerLost if it is lost,
 // comm.ErrTimeout if it does not come within Options.Timeout, and comm.ErrOutOfStep if it waits in a call that this rank has not
@@ -140,7 +141,7 @@ func (x *Exchanger) exchange(s device.Stream, dst, src memory.View, sp *Splits, 
 	}
 	p, at, place, err := x.prepare(dst, src, sp)
 	if x.options.Validate {
-		err = x.validate(sp, barrier, err)
+		err = x.validate(dst, src, sp, barrier, err)
 	}
 	if err != nil {
 		return err
@@ -308,11 +309,11 @@ func (o *op) release() {
 	o.args.Src, o.args.Dst, o.args.Splits = kernels.Buffer{}, kernels.Buffer{}, kernels.Buffer{}
 }
 
-// validate compares counts on the control plane. mine is this rank's own error, which every rank gets.
-func (x *Exchanger) validate(sp *Splits, barrier bool, mine error) error {
+// validate compares counts and elements on the control plane. mine is this rank's own error, which every rank gets.
+func (x *Exchanger) validate(dst, src memory.View, sp *Splits, barrier bool, mine error) error {
 	var claim agree.Claim
 	if mine == nil {
-		text, err := json.Marshal(counts{Send: sp.Send, Recv: sp.Recv, Elem: sp.elem()})
+		text, err := json.Marshal(counts{Send: sp.Send, Recv: sp.Recv, Elem: sp.elem(), Src: x.c.Heap.Operand(src).Elements, Dst: x.c.Heap.Operand(dst).Elements})
 		if err != nil {
 			mine = fmt.Errorf("alltoallv: validate: %w", err)
 		}
@@ -333,6 +334,7 @@ func (x *Exchanger) validate(sp *Splits, barrier bool, mine error) error {
 type counts struct {
 	Send, Recv []int64
 	Elem       int64
+	Src, Dst   kernels.Elements
 }
 
 // compareCounts reads the messages of all ranks. The error is the first disagreement.
@@ -349,8 +351,9 @@ func compareCounts(all []string) error {
 	}
 	for s := range ranks {
 		for d := range ranks {
-			if sent, expected := ranks[s].Send[d]*ranks[s].Elem, ranks[d].Recv[s]*ranks[d].Elem; sent != expected {
-				return fmt.Errorf("alltoallv: %w: rank %d sends %d bytes to rank %d, which expects %d", comm.ErrMismatch, s, sent, d, expected)
+			sent, expected, from, to := ranks[s].Send[d]*ranks[s].Elem, ranks[d].Recv[s]*ranks[d].Elem, ranks[s].Src, ranks[d].Dst
+			if sent != expected || sent > 0 && !from.Alike(to) {
+				return fmt.Errorf("alltoallv: %w: rank %d sends %d bytes to rank %d, which expects %s", comm.ErrMismatch, s, sent, d, fmt.Sprint(expected)+from.Unlike(to))
 			}
 		}
 	}

@@ -42,17 +42,20 @@ func (a *AllToAllV) Operation() string {
 	return "alltoallv"
 }
 
-// CountMismatchError says that two ranks disagree on the size of the message between them.
+// CountMismatchError says that two ranks disagree on the size of the message between them, or on its elements.
 type CountMismatchError struct {
 	Src, Dst int    // ranks
 	Sent     uint64 // bytes, as the sender has it
 	Expected uint64 // bytes, as the receiver has it
 	Epoch    uint64
+	// SentElements and ExpectedElements are what both know of the elements. On GPUs nothing is known.
+	SentElements, ExpectedElements Elements
 }
 
-// Error states both sizes.
+// Error states both sizes, and both types of elements where they are not alike.
 func (e *CountMismatchError) Error() string {
-	return fmt.Sprintf("kernels: call %d: rank %d sends %d bytes to rank %d, which expects %d", e.Epoch, e.Src, e.Sent, e.Dst, e.Expected)
+	return fmt.Sprintf("kernels: call %d: rank %d sends %d bytes to rank %d, which expects %d", e.Epoch, e.Src, e.Sent, e.Dst, e.Expected) +
+		e.SentElements.Unlike(e.ExpectedElements)
 }
 
 // Unwrap is comm.ErrMismatch.

@@ -11,7 +11,7 @@
 // errors.As finds in the error of a call what ranks disagreed about. After each of these errors the communicator works on:
 //
 //   - [CallMismatchError] and [OrderError]: ranks made different calls.
-//   - [CountMismatchError] and [MessageMismatchError]: two ranks have different sizes for one message.
+//   - [CountMismatchError] and [MessageMismatchError]: two ranks have different sizes, or types of elements, for one message.
 //   - [SplitsError]: splits in device memory do not fit the buffers.
 //   - [OverflowError], [IndexError] and [ShortError]: a dispatch does not fit, a choice is no expert, rows are too few.
 //   - [MaskedError]: the other ranks go on without this one.

@@ -57,6 +57,14 @@ func (e Elements) Alike(o Elements) bool {
 	return e.DType() == o.DType()
 }
 
+// Unlike says how elements that are sent as e and expected as o differ, nothing where they are alike.
+func (e Elements) Unlike(o Elements) string {
+	if e.Alike(o) {
+		return ""
+	}
+	return " (sent as " + e.String() + ", expected as " + o.String() + ")"
+}
+
 // String is the name of one, such as "int64".
 func (e Elements) String() string {
 	switch {

@@ -166,11 +166,8 @@ type MessageMismatchError struct {
 
 // Error states both sizes, and both types of elements where they are not alike.
 func (e *MessageMismatchError) Error() string {
-	text := fmt.Sprintf("kernels: message %d, tag %d: rank %d sends %d bytes to rank %d, which expects %d", e.Number, e.Tag, e.Src, e.Sent, e.Dst, e.Expected)
-	if !e.SentElements.Alike(e.ExpectedElements) {
-		text += " (sent as " + e.SentElements.String() + ", expected as " + e.ExpectedElements.String() + ")"
-	}
-	return text
+	return fmt.Sprintf("kernels: message %d, tag %d: rank %d sends %d bytes to rank %d, which expects %d", e.Number, e.Tag, e.Src, e.Sent, e.Dst, e.Expected) +
+		e.SentElements.Unlike(e.ExpectedElements)
 }
 
 // Unwrap is comm.ErrMismatch.

@@ -17,8 +17,8 @@ const headBytes = 64
 type head struct {
 	_        structs.HostLayout
 	Epoch    uint64
-	Sent     uint64
-	Expected uint64
+	Sent     extent
+	Expected extent
 	At       int64 // where the message is in the bundle, 0 if it is elsewhere
 	Place    int64 // where the message that is expected may be put, plus 1; 0 is in the ring
 	_        [3]uint64
@@ -27,7 +27,8 @@ type head struct {
 // refusal is that of a rank that refuses its splits, as head.Sent says by being refused.
 type refusal struct {
 	_                    structs.HostLayout
-	Epoch, Sent          uint64
+	Epoch                uint64
+	Sent                 extent
 	Bytes, Offset, Limit int64
 	Peer, Send           int32
 	_                    [2]uint64
@@ -64,7 +65,7 @@ func (a *across) send(x *exchange, host int, why *kernels.SplitsError) error {
 			continue
 		}
 		h, n := shm.Of[head](bytes), int64(len(p.out))
-		h.Epoch, h.Sent, h.Expected = x.epoch, uint64(n), uint64(len(p.in))
+		h.Epoch, h.Sent, h.Expected = x.epoch, p.sends(x), p.expects(x)
 		if at := x.a.Dst.Place + x.a.Routes.RecvOffsets[rank]; x.inPlace() && at+int64(len(p.in)) <= a.hosts.Limit {
 			h.Place = at + 1
 		}
@@ -100,7 +101,7 @@ func (a *across) read(x *exchange, p *remote) (moved bool, err error) {
 		p.size = 0 // the sender sees that, and sends nothing more
 		return true, nil
 	}
-	p.size = int64(h.Sent)
+	p.size = h.Sent.bytes()
 	wanted := a.compare(x, p, h.Sent, h.Expected)
 	switch {
 	case h.At > 0:
@@ -115,24 +116,28 @@ func (a *across) read(x *exchange, p *remote) (moved bool, err error) {
 	default:
 		p.way = ringed
 	}
-	if p.goes = ringed; h.Place > 0 && h.Expected == uint64(len(p.out)) {
+	if p.goes = ringed; h.Place > 0 && p.sends(x).fits(h.Expected) {
 		p.goes, p.at = inPlace, h.Place-1
 	}
 	return true, nil
 }
 
+// sends and expects are the extents of the messages to the rank and from it.
+func (p *remote) sends(x *exchange) extent   { return extentOf(int64(len(p.out)), x.a.Src.Elements) }
+func (p *remote) expects(x *exchange) extent { return extentOf(int64(len(p.in)), x.a.Dst.Elements) }
+
 // compare compares what a head says with what this rank makes of the pair, and reports whether the message that comes is wanted.
-func (a *across) compare(x *exchange, p *remote, sent, expected uint64) (wanted bool) {
-	rank, wanted := p.rank, sent == uint64(len(p.in))
+func (a *across) compare(x *exchange, p *remote, sent, expected extent) (wanted bool) {
+	rank, wanted := p.rank, sent.fits(p.expects(x))
 	var refused *kernels.SplitsError
 	if errors.As(x.failed, &refused) {
 		return wanted
 	}
-	if expected != uint64(len(p.out)) {
-		x.failed = &kernels.CountMismatchError{Src: a.me.rank, Dst: rank, Sent: uint64(len(p.out)), Expected: expected, Epoch: x.epoch}
+	if out := p.sends(x); !out.fits(expected) {
+		x.failed = out.miscounted(a.me.rank, rank, expected, x.epoch)
 	}
 	if !wanted {
-		x.failed = &kernels.CountMismatchError{Src: rank, Dst: a.me.rank, Sent: sent, Expected: uint64(len(p.in)), Epoch: x.epoch}
+		x.failed = sent.miscounted(rank, a.me.rank, p.expects(x), x.epoch)
 	}
 	return wanted
 }

@@ -119,6 +119,7 @@ type half struct {
 	mode   kernels.Mode
 	buf    []byte // the message in the user's buffer
 	total  int64
+	extent extent
 	done   int64  // bytes moved so far
 	chunk  int    // number of the next chunk to send or to receive, from 1
 	grants int    // receive: number of the next chunk to grant
@@ -247,7 +248,7 @@ func (home) begin(x *exchange, refused *kernels.SplitsError) error {
 			continue
 		}
 		n := r.RecvBytes[p]
-		x.recvs = append(x.recvs, half{peer: peer, mode: c.Mode(n), total: n, chunk: 1, grants: 1,
+		x.recvs = append(x.recvs, half{peer: peer, mode: c.Mode(n), total: n, extent: extentOf(n, x.a.Dst.Elements), chunk: 1, grants: 1,
 			buf: x.a.Dst.Mem[r.RecvOffsets[p] : r.RecvOffsets[p]+n], seq: e.word(me, c.Signal(x.epoch, peer))})
 	}
 	x.open()
@@ -257,7 +258,7 @@ func (home) begin(x *exchange, refused *kernels.SplitsError) error {
 			continue
 		}
 		n := r.SendBytes[p]
-		x.sends = append(x.sends, half{peer: peer, mode: c.Mode(n), total: n, chunk: 1,
+		x.sends = append(x.sends, half{peer: peer, mode: c.Mode(n), total: n, extent: extentOf(n, x.a.Src.Elements), chunk: 1,
 			buf: x.a.Src.Mem[r.SendOffsets[p] : r.SendOffsets[p]+n], seq: e.word(peer, c.Signal(x.epoch, me))})
 		x.begin(&x.sends[len(x.sends)-1])
 	}

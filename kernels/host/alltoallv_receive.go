@@ -51,7 +51,7 @@ func (x *exchange) postCredit(h *half, k int, at, n uint64) {
 	line := x.c.Credit(x.e.space.Rank, k)
 	x.e.word(h.peer, line+LineOffset).Store(at)
 	x.e.word(h.peer, line+LineLen).Store(n)
-	x.e.word(h.peer, line+LineTotal).Store(uint64(h.total))
+	x.e.word(h.peer, line+LineTotal).Store(uint64(h.extent))
 	x.e.word(h.peer, line+LineSeq).Store(kernels.Seq(x.epoch, k))
 	x.e.ring(h.peer)
 }
@@ -64,8 +64,8 @@ func (x *exchange) recvPacket(h *half) bool {
 	if head>>32 != flag {
 		return false
 	}
-	if int64(uint32(head)) != h.total {
-		x.mismatch(h, uint64(uint32(head)))
+	if sent := extentOfPacket(uint64(uint32(head))); !sent.fits(h.extent) {
+		x.mismatch(h, sent)
 		return true
 	}
 	x.e.at(takingData, h.peer)
@@ -122,8 +122,8 @@ func (x *exchange) recv(h *half) bool {
 		return false
 	}
 	c, me := x.c, x.e.space.Rank
-	if total := x.e.word(me, c.Signal(x.epoch, h.peer)+LineTotal).Load(); int64(total) != h.total {
-		x.mismatch(h, total)
+	if sent := extent(x.e.word(me, c.Signal(x.epoch, h.peer)+LineTotal).Load()); !sent.fits(h.extent) {
+		x.mismatch(h, sent)
 		return true
 	}
 	if h.mode == kernels.EagerMode {

@@ -7,7 +7,7 @@ import (
 // signal tells the receiver of h how far the message is.
 func (x *exchange) signal(h *half, seq uint64) {
 	line := x.c.Signal(x.epoch, x.e.space.Rank)
-	x.e.word(h.peer, line+LineTotal).Store(uint64(h.total))
+	x.e.word(h.peer, line+LineTotal).Store(uint64(h.extent))
 	x.e.signal(h.peer, h.seq, seq)
 }
 
@@ -30,7 +30,7 @@ func (x *exchange) begin(h *half) {
 	h.chunk = 0
 }
 
-// sendPacket writes a header word with the length and then 4 bytes a word, each with the flag of the epoch.
+// sendPacket writes a header word with the extent and then 4 bytes a word, each with the flag of the epoch.
 func (x *exchange) sendPacket(h *half) {
 	n := (h.total + 3) / 4
 	at := x.c.Packet(x.epoch, x.e.space.Rank)
@@ -43,7 +43,7 @@ func (x *exchange) sendPacket(h *half) {
 		}
 		x.e.word(h.peer, at+8+8*i).Store(v | flag)
 	}
-	x.e.signal(h.peer, x.e.word(h.peer, at), uint64(h.total)|flag)
+	x.e.signal(h.peer, x.e.word(h.peer, at), h.extent.packet()|flag)
 }
 
 // pushSends sends every chunk that has a credit. The window is the receivers' business: were senders to keep to one as
@@ -71,11 +71,11 @@ func (x *exchange) sendChunk(h *half) bool {
 		return x.taken(h)
 	}
 	n := x.e.word(me, line+LineLen).Load()
-	if total := x.e.word(me, line+LineTotal).Load(); n == refused || int64(total) != h.total {
-		if total == refused {
+	if expected := extent(x.e.word(me, line+LineTotal).Load()); n == refused || !h.extent.fits(expected) {
+		if expected == refused {
 			x.failed = x.refusal(h.peer)
 		} else {
-			x.failed = &kernels.CountMismatchError{Src: x.e.space.Name(me), Dst: x.e.space.Name(h.peer), Sent: uint64(h.total), Expected: total, Epoch: x.epoch}
+			x.failed = x.disagree(me, h.peer, h.extent, expected, x.epoch)
 		}
 		x.signal(h, kernels.LastSeq(x.epoch))
 		h.chunk = 0

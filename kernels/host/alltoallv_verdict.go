@@ -60,7 +60,7 @@ func (x *exchange) refuse(why *kernels.SplitsError) {
 		for i, v := range [...]uint64{uint64(why.Bytes), uint64(why.Offset), uint64(why.Limit), part} {
 			x.e.word(p, line+8*int64(i)).Store(v)
 		}
-		h := half{peer: p, total: -1, seq: x.e.word(p, x.c.Signal(x.epoch, me))} // the total is refused
+		h := half{peer: p, extent: refused, seq: x.e.word(p, x.c.Signal(x.epoch, me))}
 		x.signal(&h, kernels.LastSeq(x.epoch))
 		x.postCredit(&h, 1, 0, refused)
 		x.recvs = append(x.recvs, half{peer: p, chunk: 1, refuse: true, seq: x.e.word(me, x.c.Signal(x.epoch, p))})
@@ -78,23 +78,33 @@ func (x *exchange) refusal(peer int) *kernels.SplitsError {
 	return &kernels.SplitsError{Rank: x.e.space.Name(peer), Peer: int(part >> 32), Send: part&1 != 0, Bytes: int64(word(0)), Offset: int64(word(1)), Limit: int64(word(2)), Epoch: x.epoch}
 }
 
-// mismatch ends a receive whose sender has another size in mind, or has refused its splits. A sender that waits for a credit is refused, and has to
+// disagree is the error of a message of one extent between ranks of the space that is expected as another.
+func (x *exchange) disagree(src, dst int, sent, expected extent, epoch uint64) *kernels.CountMismatchError {
+	return sent.miscounted(x.e.space.Name(src), x.e.space.Name(dst), expected, epoch)
+}
+
+func (x extent) miscounted(src, dst int, expected extent, epoch uint64) *kernels.CountMismatchError {
+	return &kernels.CountMismatchError{Src: src, Dst: dst, Sent: uint64(x.bytes()), Expected: uint64(expected.bytes()), Epoch: epoch,
+		SentElements: x.elements(), ExpectedElements: expected.elements()}
+}
+
+// mismatch ends a receive whose sender has another extent in mind, or has refused its splits. A sender that waits for a credit is refused, and has to
 // say that it knows before this rank may go on to a call whose credits would overwrite the refusal.
-func (x *exchange) mismatch(h *half, sent uint64) {
+func (x *exchange) mismatch(h *half, sent extent) {
 	if sent == refused {
 		x.failed, h.chunk = x.refusal(h.peer), 0
 		return
 	}
-	x.failed = &kernels.CountMismatchError{Src: x.e.space.Name(h.peer), Dst: x.e.space.Name(x.e.space.Rank), Sent: sent, Expected: uint64(h.total), Epoch: x.epoch}
-	if x.c.Mode(int64(sent)) == kernels.CreditMode {
+	x.failed = x.disagree(h.peer, x.e.space.Rank, sent, h.extent, x.epoch)
+	if x.c.Mode(sent.bytes()) == kernels.CreditMode {
 		h.refuse = true
 		x.postCredit(h, 1, 0, refused)
 		return
 	}
 	h.chunk = 0
 	line := x.c.Complaint(x.e.space.Rank)
-	x.e.word(h.peer, line+complaintSent).Store(sent)
-	x.e.word(h.peer, line+complaintExpected).Store(uint64(h.total))
+	x.e.word(h.peer, line+complaintSent).Store(uint64(sent))
+	x.e.word(h.peer, line+complaintExpected).Store(uint64(h.extent))
 	x.e.word(h.peer, line).Store(x.epoch)
 	x.e.word(h.peer, x.c.Complaints()).Add(1)
 	x.e.ring(h.peer)
@@ -129,8 +139,7 @@ func (x *exchange) outcome() error {
 			more = true
 		default:
 			more, at = more || first != nil, d
-			first = &kernels.CountMismatchError{Src: x.e.space.Name(me), Dst: x.e.space.Name(d), Sent: x.e.word(me, line+complaintSent).Load(),
-				Expected: x.e.word(me, line+complaintExpected).Load(), Epoch: epoch}
+			first = x.disagree(me, d, extent(x.e.word(me, line+complaintSent).Load()), extent(x.e.word(me, line+complaintExpected).Load()), epoch)
 		}
 	}
 	if !more {
@@ -153,13 +162,13 @@ func (x *exchange) lookForMismatch() {
 		}
 		if c.PacketBytes > 0 && h.mode != kernels.PacketMode {
 			if head := x.e.word(me, c.Packet(x.epoch, h.peer)).Load(); head>>32 == PacketFlag(x.epoch) {
-				x.mismatch(h, uint64(uint32(head)))
+				x.mismatch(h, extentOfPacket(uint64(uint32(head))))
 				continue
 			}
 		}
 		if h.seq.Load() >= kernels.Seq(x.epoch, 0) {
-			if total := x.e.word(me, c.Signal(x.epoch, h.peer)+LineTotal).Load(); int64(total) != h.total {
-				x.mismatch(h, total)
+			if sent := extent(x.e.word(me, c.Signal(x.epoch, h.peer)+LineTotal).Load()); !sent.fits(h.extent) {
+				x.mismatch(h, sent)
 			}
 		}
 	}

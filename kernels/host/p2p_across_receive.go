@@ -182,7 +182,7 @@ func (f *farPair) claim(x *messaging, h *end) (found bool, err error) {
 	if i < 0 {
 		return false, f.want(x, h)
 	}
-	m, dst, own := f.arrived[i], h.m.Buffer.Mem, extentOf(&h.m.Buffer)
+	m, dst, own := f.arrived[i], h.m.Buffer.Mem, extentOf(h.m.Buffer.Bytes, h.m.Buffer.Elements)
 	f.arrived = slices.Delete(f.arrived, i, i+1)
 	f.strike(h)
 	h.with = f

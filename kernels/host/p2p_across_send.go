@@ -123,7 +123,7 @@ func (f *farPair) post(x *messaging, h *end) (bool, error) {
 	if f.records[box] == nil {
 		f.records[box] = make([]byte, a.boxBytes())
 	}
-	o := &sending{number: f.puts[postsWord] + 1, tag: h.m.Tag, bytes: n, extent: extentOf(&h.m.Buffer)}
+	o := &sending{number: f.puts[postsWord] + 1, tag: h.m.Tag, bytes: n, extent: extentOf(h.m.Buffer.Bytes, h.m.Buffer.Elements)}
 	bytes := record(f.records[box], o.number, o.tag, uint64(o.extent))
 	if n <= a.c.EagerBytes {
 		copy(f.records[box][kernels.LineBytes:], h.m.Buffer.Mem)

@@ -82,23 +82,6 @@ const (
 	boxExpected = 32 // its extent as the receiver has it, where they disagree
 )
 
-// extent is the size of a message, and above it what is known of its elements, as ranks tell it each other.
-type extent uint64
-
-const elementsShift = 56
-
-func extentOf(b *kernels.Buffer) extent {
-	return extent(b.Bytes) | extent(b.Elements)<<elementsShift
-}
-
-func (x extent) bytes() int64               { return int64(x & (1<<elementsShift - 1)) }
-func (x extent) elements() kernels.Elements { return kernels.Elements(x >> elementsShift) }
-
-// fits reports whether a message of this extent can be received as another.
-func (x extent) fits(o extent) bool {
-	return x == o || x.bytes() == o.bytes() && x.elements().Alike(o.elements())
-}
-
 // mismatch is the error of a message of this extent that is received as another.
 func (x extent) mismatch(src, dst int, number, tag uint64, expected extent) error {
 	return &kernels.MessageMismatchError{Src: src, Dst: dst, Number: number, Tag: tag, Sent: uint64(x.bytes()), Expected: uint64(expected.bytes()),

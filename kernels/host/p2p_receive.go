@@ -152,7 +152,7 @@ func (pr *pair) claim(h *end, now look) bool {
 	}
 	at := c.Box(peer, box)
 	word, number, to := e.word(me, at+boxState), state>>phaseBits, uint64(claimed)
-	if own := extentOf(&h.m.Buffer); !extent(e.word(me, at+boxExtent).Load()).fits(own) {
+	if own := extentOf(h.m.Buffer.Bytes, h.m.Buffer.Elements); !extent(e.word(me, at+boxExtent).Load()).fits(own) {
 		e.word(me, at+boxExpected).Store(uint64(own))
 		to = disagreed
 	}

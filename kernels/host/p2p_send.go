@@ -77,7 +77,7 @@ func (pr *pair) post(h *end) bool {
 		source = inSegment | uint64(h.m.Buffer.Place)
 	}
 	e.word(peer, at+boxTag).Store(h.m.Tag)
-	e.word(peer, at+boxExtent).Store(uint64(extentOf(&h.m.Buffer)))
+	e.word(peer, at+boxExtent).Store(uint64(extentOf(h.m.Buffer.Bytes, h.m.Buffer.Elements)))
 	e.word(peer, at+boxSource).Store(source)
 	e.order(me)
 	e.at(signalling, peer)

@@ -31,7 +31,7 @@ const (
 // Byte offsets of the words of a line.
 const (
 	LineSeq    = 0  // sequence number, written last with release
-	LineTotal  = 8  // bytes of the whole message as the writer of the line knows it
+	LineTotal  = 8  // the extent of the whole message as the writer of the line knows it
 	LineOffset = 16 // credits: where the chunk goes, from the start of the receiver's segment
 	LineLen    = 24 // credits: bytes that may be written there
 	LineSource = 16 // signals: where the message lies at its sender, 0 when it may not be read any more
@@ -39,9 +39,41 @@ const (
 	lineRefused = 32 // signals: of refused splits bytes, offset, limit, and the part's peer in the upper half behind whether it is sent
 )
 
-// refused is the LineLen of a credit that grants nothing because the two ranks disagree on the size of the message. As the LineTotal of a
+// refused is the LineLen of a credit that grants nothing because the two ranks disagree on the extent of the message. As the LineTotal of a
 // credit or a signal it says that its writer has refused its own splits and takes no part in the call.
-const refused = ^uint64(0)
+const refused = 1<<64 - 1
+
+// extent is the size of a message, and above it what is known of its elements, as ranks tell it each other. A message of no bytes has no elements.
+type extent uint64
+
+const elementsShift = 56
+
+func extentOf(bytes int64, of kernels.Elements) extent {
+	if bytes == 0 {
+		return 0
+	}
+	return extent(bytes) | extent(of)<<elementsShift
+}
+
+func (x extent) bytes() int64               { return int64(x & (1<<elementsShift - 1)) }
+func (x extent) elements() kernels.Elements { return kernels.Elements(x >> elementsShift) }
+
+// fits reports whether a message of this extent can be received as another.
+func (x extent) fits(o extent) bool {
+	return x == o || x.bytes() == o.bytes() && x.elements().Alike(o.elements())
+}
+
+// A packet's first word has its flag in the upper half, and its extent in the lower: kernels.Elements in the upper byte, and 24 bits of bytes.
+const packetElementsShift = 24
+
+func (x extent) packet() uint64 {
+	return uint64(x.elements())<<packetElementsShift | uint64(x.bytes())
+}
+
+// extentOfPacket is what a packet's first word says.
+func extentOfPacket(word uint64) extent {
+	return extentOf(int64(word&(1<<packetElementsShift-1)), kernels.Elements(word>>packetElementsShift))
+}
 
 // PacketFlag is the flag of the packet words of call e: 32 bits, and never zero, which is what words hold that no packet
 // has reached yet. It comes again after 2^32-1 calls, with the other parity.
