@@ -37,7 +37,7 @@ struct sw_message_block {
 	uint64_t states; /* [size][boxes] words: the last message of the box that its sender began to withdraw, by the sender */
 	uint64_t filled; /* [size][blocks] lines: {claim and chunks in staging}, by the sender */
 	uint64_t payload; /* [size][boxes] packets of a small message, by the sender */
-	uint64_t answers; /* [size][boxes] {number and answer, claim and blocks or the size that the receiver expects}, by the receiver */
+	uint64_t answers; /* [size][boxes] {number and answer, claim and blocks, 0 where it reads, or the size that the receiver expects}, by the receiver */
 	uint64_t drained; /* [size][blocks] lines: {claim and chunks copied out of staging}, by the receiver */
 	uint64_t complaints; /* [size] two lines: {number, tag}, {sent, expected} of the last small message whose size the receiver refused */
 	uint64_t counters; /* struct sw_message_counters [size], of this rank */
@@ -76,7 +76,7 @@ struct sw_message_item {
 struct sw_message_entry {
 	uint64_t tag;
 	uint64_t address;
-	uint64_t place; /* of a send: where the receiver reads it at its sender, or nowhere; of a receive: the address of the word that gets its sender, or 0 */
+	uint64_t place; /* of a send: where the receiver reads it at its sender, if it reaches that, or nowhere; of a receive: the address of the word that gets its sender, or 0 */
 	int64_t bytes;
 	uint32_t peer; /* anyRank: a receive from any rank */
 };
