@@ -145,8 +145,7 @@ class ResultCall(Structure):
     _fields_ = [
         *((name, Buffer) for name in RESULTS),
         ("Handle", c_uint64),
-        ("Length", c_int64),
-        ("Release", c_int64),
+        *((name, c_int64) for name in ("Length", "Release", "Beside")),
         ("Made", c_uint64),
     ]
 
@@ -224,7 +223,7 @@ def combine_call(
 
 def result_call(buffers: Sequence[int], handle: int, length: int, release: int) -> array[int]:
     """A ResultCall. buffers are addresses and bytes of RESULTS."""
-    return array("q", (*buffers, handle, length, release, 0))
+    return array("q", (*buffers, handle, length, release, 0, 0))
 
 
 def route_call(routing: int) -> array[int]:
