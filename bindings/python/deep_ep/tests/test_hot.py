@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from functools import partial
 
@@ -44,11 +45,13 @@ def passed(made, call, most=MOST):
     deliver = delivers and delivers._call
     if delivers is not None:
         delivers._call = spied(deliver)
+    gc.disable()  # it calls functions, too
     sys.setprofile(watch)
     try:
         made = call()
     finally:
         sys.setprofile(None)
+        gc.enable()
         dispatcher._delivers, dispatcher._calls = kept
         for name, operator in operators.items():
             setattr(operated, name, operator)
