@@ -263,7 +263,8 @@ class ElasticBuffer(Bound):
             )  # fmt: skip
         most, among, rows_of = num_max_tokens_per_rank or self.num_max_tokens_per_rank, num_experts, expert_alignment
         key = shape = sent = None
-        idx, weights = topk_idx, topk_weights
+        idx: Any = topk_idx
+        weights = topk_weights
         bare = idx is num_experts is num_max_tokens_per_rank is expert_alignment is None and not (do_cpu_sync or do_expand)
         if bare and type(handle) is EPHandle and self._engines.has(handle._routing.engine):
             idx, among = handle._routing.idx, handle.num_experts

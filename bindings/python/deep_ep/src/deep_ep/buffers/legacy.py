@@ -220,12 +220,13 @@ class Buffer(FewTokens):
         if handle is not None:
             return self._again(x, handle, topk_idx, topk_weights, sms, previous_event, async_finish)
         key = shape = sent = None
+        idx: Any = topk_idx
         if num_tokens_per_expert is not None and topk_idx is not None:
             usual = checks.known(x, topk_idx, topk_weights)
             if usual is not None:
                 tokens, scales, sizes = usual
                 key = sizes, num_tokens_per_expert.shape, expert_alignment, num_worst_tokens, sms
-                shape, idx, weights = self._shapes.get(key), topk_idx, topk_weights
+                shape, weights = self._shapes.get(key), topk_weights
         if shape is None or (num_worst_tokens and tokens.shape[0] > num_worst_tokens):
             sent, shape, idx, weights = self._checked(
                 x, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights, expert_alignment, num_worst_tokens, sms
@@ -236,8 +237,8 @@ class Buffer(FewTokens):
         engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
         theirs, totals, event = topk_idx is not None and idx.dtype is torch.int64, None, None
         if theirs and previous_event is None and not async_finish:
-            seen = self._seen
-            known = seen is not None and seen.idx() is idx and seen.version == idx._version and seen.experts == shape.experts
+            seen, version = self._seen, idx._version
+            known = seen is not None and seen.idx() is idx and seen.version == version and seen.experts == shape.experts
             result, routing = engine.dispatch(shape, tokens, scales, idx, weights, num_worst_tokens, True, known)
         else:
             by_rank = num_tokens_per_expert if topk_idx is None else None
