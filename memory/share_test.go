@@ -501,7 +501,7 @@ func TestM5_SharesLeaveNothing(t *testing.T) {
 					one()
 				}
 				fds, maps := count()
-				for range 500 {
+				for range 100 {
 					one()
 				}
 				fds2, maps2 := count()
