@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 from ..utils.sizes import align
-
-# The most numbers that the host sums by one operator of torch, and the number of choices below which that operator keeps their
-# order.
-AT_ONCE, IN_ORDER = 1 << 20, 16
 
 
 def starts_of(counts: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
@@ -89,25 +83,19 @@ def gather(x: Tensor, slots: Tensor) -> Tensor:
     return torch.where(slots < 0, 0.0, x[slots.clamp(min=0)])
 
 
-def fold(x: Tensor, slots: Tensor, dtype: Optional[torch.dtype] = None) -> Tensor:
+def fold(x: Tensor, slots: Tensor) -> Tensor:
     """Rows one for each token: the sums of the rows of its choices, in float32 and in the order of choices."""
+    if x.is_cpu and x.shape[0]:
+        chosen = slots >= 0
+        counts = chosen.sum(1, dtype=torch.int32)
+        first = counts.cumsum(0, dtype=torch.int32) - counts
+        return torch.embedding_bag(x.to(torch.float32), slots[chosen], first)[0].to(x.dtype)
     made = torch.zeros((slots.shape[0], x.shape[1]), dtype=torch.float32, device=x.device)
     if x.shape[0]:
         for slot in slots.unbind(1):
             rows = x.index_select(0, slot.clamp(min=0)).to(torch.float32)
             made += rows.masked_fill_((slot < 0)[:, None], 0)
-    return made.to(x.dtype if dtype is None else dtype)
-
-
-def few(x: Tensor, tokens: int, top_k: int) -> bool:
-    """Whether fold_few takes rows."""
-    return x.is_cpu and tokens * top_k * x.shape[1] <= AT_ONCE and top_k < IN_ORDER
-
-
-def fold_few(x: Tensor, found: Tensor, tokens: int, top_k: int) -> Tensor:
-    """The same as fold in few operators: found says which choice each row is."""
-    by_choice = x.new_zeros(tokens * top_k, x.shape[1]).index_copy_(0, found, x)
-    return by_choice.view(tokens, top_k, -1).sum(1, dtype=torch.float32).to(x.dtype)
+    return made.to(x.dtype)
 
 
 def column_major(scales: Tensor) -> Tensor:

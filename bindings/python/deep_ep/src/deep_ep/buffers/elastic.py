@@ -401,11 +401,8 @@ class ElasticBuffer(Bound):
             rows, weights = x, topk_weights
             once = handle.do_expand and not self.allow_multiple_reduction
             if handle.do_expand:
-                tokens, top_k = handle.num_recv_tokens, routing.shape.top_k
                 if once:  # any rows, as many as tokens came: only the sums of their weights are wanted
-                    rows = x[:tokens]
-                elif handle.dense and _expand.few(rows, tokens, top_k):
-                    rows = _expand.fold_few(rows, handle.found, tokens, top_k)
+                    rows = x[: handle.num_recv_tokens]
                 else:
                     rows = _expand.fold(rows, handle.slots)
                 weights = None if weights is None else _expand.gather(weights, handle.slots)
