@@ -23,9 +23,9 @@ type Result struct {
 	// From is other memory of the heap's device, which the same launch copies to To, of that size: the choices of the tokens for example, so
 	// that their owner may change them when the copy is complete.
 	From, To memory.View
-	// Beside says that the caller has put nothing on the stream since the dispatch, whose counts HostCounts has told: the copy may then take
+	// AtOnce says that the caller has put nothing on the stream since the dispatch, whose counts HostCounts has told: the copy may then take
 	// rows while others are on their way.
-	Beside bool
+	AtOnce bool
 }
 
 // CopyTo copies what a dispatch has left to memory of the heap's device, with one launch, and returns the routing if that is wanted. The
@@ -80,7 +80,7 @@ func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result, before b
 	*r = kernels.Results{
 		Launched: kernels.Launched{Note: kernels.Note{Payload: -1, Alone: true}}, Handle: h.memory, Failed: h.err != nil,
 		Rows: d.own(routed.offsets.Slice(routed.offsets.Len()-4, 4)), Blocks: d.options.MaxSMs,
-		Beside: to.Beside && h.fresh,
+		AtOnce: to.AtOnce && h.fresh,
 	}
 	words := int64(m.ScaleWords())
 	scales := kernels.ResultPart{Row: 4 * words}

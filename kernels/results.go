@@ -27,9 +27,9 @@ type Results struct {
 	Handle int // of DispatchBounds.Handles
 	// Failed says that the dispatch is known to have failed. An engine also finds out by itself, until it has told the failure.
 	Failed bool
-	// Beside says that nothing has been put on the stream since the dispatch, and no call with its handle has come behind it: the launch may
+	// AtOnce says that nothing has been put on the stream since the dispatch, and no call with its handle has come behind it: the launch may
 	// begin while that runs, and take rows as they come.
-	Beside bool
+	AtOnce bool
 	// Rows is where the number of rows is: the last of the handle's Offsets, or of those of a routing.
 	Rows Buffer
 	// Parts has Count of them.

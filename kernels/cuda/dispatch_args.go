@@ -52,7 +52,7 @@ const (
 	dispatchGiven     = 2048  // or by those next to the rows
 	dispatchBeside    = 4096  // the two kernels of the call run at the same time
 	dispatchPowers    = 8192  // scales are float32 powers of two
-	dispatchTold      = 16384 // a kernel next to the one that sends tells the host of counts, and counts the call
+	dispatchTold      = 16384 // a kernel next to the one that sends tells the host of counts, and counts the call; with BESIDE a copy behind that takes rows as they come
 )
 
 // dispatchBlock is where the words of a handle lie. All must be zero before the first call.

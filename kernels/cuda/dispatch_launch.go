@@ -185,13 +185,16 @@ func (l *dispatchCall) send(a dispatchArgs, quantises bool) error {
 }
 
 // sendByToken appends the kernel that sends rows by token, and where the host wants counts of a whole dispatch one next to it that tells of them
-// while rows cross. Without room for that, counts are told when the rows are there.
-func (l *dispatchCall) sendByToken(a dispatchArgs) error {
+// while rows cross. Without room for that, counts are told when the rows are there. taken says that a copy will take rows as they come.
+func (l *dispatchCall) sendByToken(a dispatchArgs, taken bool) error {
 	alone := l.blocks(l.k.byDefault) < 2 || l.p.e.flags&cuda.Programmatic == 0
 	if alone || a.send.ticket == 0 || a.send.mapped == 0 || l.c.Op != kernels.OpDispatch || l.c.Phase != kernels.Both {
 		return l.send(a, l.m.Quantizes())
 	}
 	a.mode |= dispatchTold
+	if taken {
+		a.mode |= dispatchBeside
+	}
 	s := a
 	s.send.mapped, s.send.ticket = 0, 0
 	if err := l.send(s, l.m.Quantizes()); err != nil {
@@ -284,7 +287,7 @@ func (x *dispatches) addTokens(p *port, d *kernels.Dispatch) (beside bool, _ err
 		return false, nil
 	case m.Layout.ByToken() && d.Phase&kernels.Send != 0:
 		if d.Into == nil || !l.takesBeside() {
-			return false, l.sendByToken(a)
+			return false, l.sendByToken(a, d.Taken && l.takesBeside())
 		}
 		a.mode |= dispatchBeside
 		if err := l.send(a, m.Quantizes()); err != nil {

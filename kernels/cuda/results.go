@@ -14,7 +14,7 @@ func (x *dispatches) addResults(p *port, r *kernels.Results) error {
 	if err != nil {
 		return err
 	}
-	if r.Beside && l.takesBeside() {
+	if r.AtOnce && l.takesBeside() {
 		l.base.mode |= dispatchTold // a kernel in front has counted the call
 		return l.takeResults(&l.base, r)
 	}

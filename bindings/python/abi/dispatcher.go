@@ -159,7 +159,7 @@ func dispatching(dispatcher C.uint64_t, ticket *C.uint64_t, wait C.int64_t, hand
 func switchyard_dispatch(dispatcher, stream C.uint64_t, call *C.struct_switchyard_dispatch_call, wait C.int64_t, ticket *C.uint64_t) C.int32_t {
 	c := (*core.DispatchCall)(unsafe.Pointer(call))
 	return dispatching(dispatcher, ticket, wait, c.Handle, func(d *core.Dispatcher, h *core.Handle) (core.Ticket, error) {
-		return d.Dispatch(uintptr(stream), c, h, put[*core.Handle])
+		return d.Dispatch(uintptr(stream), c, h, false, put[*core.Handle])
 	})
 }
 
@@ -181,7 +181,7 @@ func switchyard_deliver(dispatcher, stream C.uint64_t, call *C.struct_switchyard
 		if r != nil && room == 0 && d.OnGPU() {
 			return core.OK, d.Deliver(uintptr(stream), c, r, put[*core.Handle], put[*core.Routing])
 		}
-		t, err := d.Dispatch(uintptr(stream), c, nil, put[*core.Handle])
+		t, err := d.Dispatch(uintptr(stream), c, nil, true, put[*core.Handle])
 		if err != nil {
 			return 0, err
 		}
@@ -217,7 +217,7 @@ func switchyard_deliver(dispatcher, stream C.uint64_t, call *C.struct_switchyard
 		if r == nil {
 			return core.OK, nil
 		}
-		r.Handle = c.Made
+		r.Handle, r.AtOnce = c.Made, 1
 		return core.OK, copied(d, uintptr(stream), r, h, &c.Made)
 	})
 }

@@ -52,8 +52,8 @@ type BackwardCall struct {
 }
 
 // Dispatch makes a dispatch, or where there is an h one of other rows by the ways of that. put names the handle of a new one. The name
-// is the ticket's value, and on a GPU left in the call.
-func (d *Dispatcher) Dispatch(stream uintptr, c *DispatchCall, h *Handle, put func(*Handle) uint64) (Ticket, error) {
+// is the ticket's value, and on a GPU left in the call. taken is dispatch.Tokens.Taken.
+func (d *Dispatcher) Dispatch(stream uintptr, c *DispatchCall, h *Handle, taken bool, put func(*Handle) uint64) (Ticket, error) {
 	if h != nil && (c.Experts.Bytes != 0 || c.Weights.Bytes != 0 || c.Numbers.Bytes != 0) {
 		return 0, fmt.Errorf("core: %w: experts, weights or numbers for a dispatch that was routed before", ErrInvalid)
 	}
@@ -82,7 +82,7 @@ func (d *Dispatcher) Dispatch(stream uintptr, c *DispatchCall, h *Handle, put fu
 		if first {
 			call = d.inner.DispatchSend
 		}
-		inner, err := call(s, dispatch.Tokens{X: v[0], Scales: v[1], Experts: v[2], Weights: v[3], Numbers: v[4]})
+		inner, err := call(s, dispatch.Tokens{X: v[0], Scales: v[1], Experts: v[2], Weights: v[3], Numbers: v[4], Taken: taken})
 		if err != nil {
 			return 0, err
 		}

@@ -87,7 +87,7 @@ func (r *moeRig) dispatch(x float32, idx []int32, half Half) (*Handle, error) {
 		return nil, err
 	}
 	call := DispatchCall{X: tokens, Experts: experts, Half: half}
-	name, err := r.wait(r.d.Dispatch(r.handle(), &call, nil, r.put))
+	name, err := r.wait(r.d.Dispatch(r.handle(), &call, nil, false, r.put))
 	if err != nil {
 		return nil, err
 	}
@@ -179,7 +179,7 @@ func testMoE(c *Comm, g *GPU) error {
 		if err != nil {
 			return err
 		}
-		if _, err := r.wait(r.d.Dispatch(r.handle(), &DispatchCall{X: x, Handle: 1}, h, r.put)); err != nil {
+		if _, err := r.wait(r.d.Dispatch(r.handle(), &DispatchCall{X: x, Handle: 1}, h, false, r.put)); err != nil {
 			return err
 		}
 		if err := r.combine(h, 3, -5, CombineCall{Release: 1}); err != nil {
@@ -207,7 +207,7 @@ func testMoE(c *Comm, g *GPU) error {
 	if _, err := r.d.Combine(r.handle(), &CombineCall{}, other, nil); !errors.Is(err, dispatch.ErrReleased) {
 		return fmt.Errorf("a combine of another dispatcher's: %w", err)
 	}
-	if _, err := r.d.Dispatch(1, &DispatchCall{}, nil, r.put); g == nil && !errors.Is(err, ErrInvalid) {
+	if _, err := r.d.Dispatch(1, &DispatchCall{}, nil, false, r.put); g == nil && !errors.Is(err, ErrInvalid) {
 		return fmt.Errorf("a stream on the host: %w", err)
 	}
 	ticket, err := r.d.Close()

@@ -26,7 +26,7 @@ func TestF3_NumbersAreCheckedAsTheyWereGiven(t *testing.T) {
 	}
 	_, err = (&Dispatcher{}).Combine(0, &CombineCall{Weighting: 1<<8 + int64(dispatch.DispatchedWeights)}, nil, nil)
 	require.ErrorContains(t, err, "Weighting is 256")
-	_, err = (&Dispatcher{}).Dispatch(0, &DispatchCall{Half: 2}, nil, nil)
+	_, err = (&Dispatcher{}).Dispatch(0, &DispatchCall{Half: 2}, nil, false, nil)
 	require.ErrorContains(t, err, "half is 2, want 0 or 1")
 
 	require.NoError(t, (&ShapeHead{Row: 1, Placed: 1, NoSMs: 1}).Check())

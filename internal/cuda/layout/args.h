@@ -97,7 +97,7 @@ enum {
 	SW_DISPATCH_GIVEN = 2048, /* or by those next to the rows */
 	SW_DISPATCH_BESIDE = 4096, /* the two kernels of the call run at the same time */
 	SW_DISPATCH_POWERS = 8192, /* scales are float32 powers of two */
-	SW_DISPATCH_TOLD = 16384, /* a kernel next to the one that sends tells the host of counts, and counts the call */
+	SW_DISPATCH_TOLD = 16384, /* a kernel next to the one that sends tells the host of counts, and counts the call; with BESIDE a copy behind that takes rows as they come */
 };
 
 /* Reductions. Threads of a block of their kernels: in the packet kernel the last warp compares the ranks' calls, in the other one it

@@ -61,7 +61,7 @@ __device__ __forceinline__ u64 rank_total(const sw_dispatch_args &a, u32 rank, u
 	       (((epoch & 1) * a.world.size + src) * a.world.size + dst) * 8;
 }
 
-// Beside a number of rows of a block or rank: a choice of its tokens is no expert.
+// Next to a number of rows of a block or rank: a choice of its tokens is no expert.
 constexpr u32 some_wrong = 1u << 31;
 
 // A number behind the low half of a call's. Each is in a word of its own and written once a call.

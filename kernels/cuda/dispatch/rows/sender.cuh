@@ -70,7 +70,7 @@ struct rows_sender {
 	// Whether somebody takes rows while others are on their way.
 	__device__ __forceinline__ bool progresses() const
 	{
-		return (a.mode & (SW_DISPATCH_BY_EXPERT | SW_DISPATCH_BESIDE | SW_DISPATCH_TOLD)) != 0;
+		return (a.mode & (SW_DISPATCH_BY_EXPERT | SW_DISPATCH_BESIDE)) != 0;
 	}
 
 	// Counts where the block's tokens go, and tells the blocks behind it. place is 0 before; afterwards it counts

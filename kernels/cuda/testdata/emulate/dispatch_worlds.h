@@ -476,7 +476,7 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 			a.mode &= ~SW_DISPATCH_RECEIVE;
 		bool beside = !halves && w.room != 0 && w.rows_by == compact;
 		bool told = !halves && a.send.mapped != 0 && (!beside || w.hidden / 8 % 2 == 0);
-		a.mode |= told ? SW_DISPATCH_TOLD : beside ? SW_DISPATCH_BESIDE : 0;
+		a.mode |= (told ? SW_DISPATCH_TOLD : 0) | (beside ? SW_DISPATCH_BESIDE : 0);
 		sw_dispatch_args s = a;
 		s.send.mapped = told ? 0 : a.send.mapped;
 		send(w, s, 2 * w.hidden, w.float8, p);

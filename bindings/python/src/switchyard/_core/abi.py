@@ -145,7 +145,7 @@ class ResultCall(Structure):
     _fields_ = [
         *((name, Buffer) for name in RESULTS),
         ("Handle", c_uint64),
-        *((name, c_int64) for name in ("Length", "Release", "Beside")),
+        *((name, c_int64) for name in ("Length", "Release", "AtOnce")),
         ("Made", c_uint64),
     ]
 
