@@ -105,11 +105,13 @@ def functions(rank, size, buffer, elastic, late, hybrid):
         return y + sums.sum(1, keepdim=True)
 
     def few(x, idx, weights, hooks=False, into=False, stats=None, **how):
-        rows, counts, handle, _, hook = buffer.low_latency_dispatch(
+        rows, counts, handle, event, hook = buffer.low_latency_dispatch(
             x.bfloat16() * 2, idx, TOKENS, experts, stats, use_fp8=False, return_recv_hook=hooks, **how
         )
         if hooks:
             hook()
+        if how.get("async_finish"):
+            event.current_stream_wait()
         here = torch.arange(rows.shape[1], device=x.device) < counts[:, None]
         out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=x.device) if into else None
         y, _, hook = buffer.low_latency_combine(
