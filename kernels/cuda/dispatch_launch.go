@@ -28,6 +28,8 @@ const (
 	dispatchShort                                             = 8 << 10
 
 	dispatchPart = 16 << 10 // the most of a row that is moved at a time
+
+	dispatchTellBytes = 4 << 20 // of this rank's rows, from which on a kernel of its own tells the host of counts: less crosses in the time of a launch
 )
 
 // dispatchCall is one operation on its way into a batch. Its launches have copies of base.
@@ -185,9 +187,9 @@ func (l *dispatchCall) send(a dispatchArgs, quantises bool) error {
 }
 
 // sendByToken appends the kernel that sends rows by token, and where the host wants counts of a whole dispatch one next to it that tells of them
-// while rows cross. Without room for that, counts are told when the rows are there. taken says that a copy will take rows as they come.
+// while rows cross. Without room for that, and with few rows, counts are told when the rows are there. taken says that a copy will take rows as they come.
 func (l *dispatchCall) sendByToken(a dispatchArgs, taken bool) error {
-	alone := l.blocks(l.k.byDefault) < 2 || l.p.e.flags&cuda.Programmatic == 0
+	alone := int64(a.tokens)*int64(a.wireBytes) < dispatchTellBytes || l.blocks(l.k.byDefault) < 2 || l.p.e.flags&cuda.Programmatic == 0
 	if alone || a.send.ticket == 0 || a.send.mapped == 0 || l.c.Op != kernels.OpDispatch || l.c.Phase != kernels.Both {
 		return l.send(a, l.m.Quantizes())
 	}

@@ -19,7 +19,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 	u32 n = a.world.size, warp = threadIdx.x / 32,
 	    ring = a.movers * (a.depth * a.part + (Quantiser::makes_scales ? SW_DISPATCH_SCALES : 0));
 	bool cached = (a.mode & SW_DISPATCH_CACHED) != 0, moves = warp < a.movers;
-	bool by_expert = (a.mode & SW_DISPATCH_BY_EXPERT) != 0, told = (a.mode & SW_DISPATCH_TOLD) != 0,
+	bool by_expert = (a.mode & SW_DISPATCH_BY_EXPERT) != 0,
 	     beside = (a.mode & (SW_DISPATCH_BESIDE | SW_DISPATCH_TOLD)) != 0;
 	// While the kernel before runs: shared memory.
 	if (!cached) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 		r.count();
 		good = r.add_blocks_before() && good;
 		good = !__syncthreads_or(!good);
-		if (good && (told || (a.mode & SW_DISPATCH_COMPACT) != 0)) {
+		if (good && !by_expert) { // any rank may have a kernel that tells of counts
 			if (blockIdx.x == gridDim.x - 1)
 				r.publish_totals();
 			__syncthreads(); // what has been told changes now

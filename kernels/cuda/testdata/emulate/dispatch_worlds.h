@@ -475,7 +475,8 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 		if (halves)
 			a.mode &= ~SW_DISPATCH_RECEIVE;
 		bool beside = !halves && w.room != 0 && w.rows_by == compact;
-		bool told = !halves && a.send.mapped != 0 && (!beside || w.hidden / 8 % 2 == 0);
+		bool told = !halves && a.send.mapped != 0 && (!beside || w.hidden / 8 % 2 == 0) &&
+		            (rank + w.hidden / 16) % 3 != 0; // ranks may differ
 		a.mode |= (told ? SW_DISPATCH_TOLD : 0) | (beside ? SW_DISPATCH_BESIDE : 0);
 		sw_dispatch_args s = a;
 		s.send.mapped = told ? 0 : a.send.mapped;
