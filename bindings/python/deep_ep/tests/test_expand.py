@@ -13,7 +13,9 @@ from deep_ep.buffers import _expand
 @pytest.mark.parametrize(
     ("rows", "hidden", "top_k", "chosen"), [(64, 256, 8, 0.6), (5, 24, 1, 0.5), (300, 40, 16, 1), (7, 8, 3, 0)]
 )
-def test_sums_are_made_in_float32_in_the_order_of_choices(dtype, alignment, rows, hidden, top_k, chosen):
+@pytest.mark.parametrize("at_once", [_expand.AT_ONCE, 5000])
+def test_sums_are_made_in_float32_in_the_order_of_choices(monkeypatch, at_once, dtype, alignment, rows, hidden, top_k, chosen):
+    monkeypatch.setattr(_expand, "AT_ONCE", at_once)
     torch.manual_seed(rows)
     experts = 16
     idx = torch.rand(rows, experts).argsort(1)[:, :top_k]

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from ..utils.sizes import align
 
+# How many numbers the host widens at a time, in memory that it keeps.
+AT_ONCE = 1 << 21
+
 
 def starts_of(counts: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
     """The first row of each expert, where each begins at a multiple of alignment, and where its last row ends."""
@@ -88,8 +91,11 @@ def fold(x: Tensor, slots: Tensor) -> Tensor:
     if x.is_cpu and x.shape[0]:
         chosen = slots >= 0
         counts = chosen.sum(1, dtype=torch.int32)
-        first = counts.cumsum(0, dtype=torch.int32) - counts
-        return torch.embedding_bag(x.to(torch.float32), slots[chosen], first)[0].to(x.dtype)
+        first, rows = counts.cumsum(0, dtype=torch.int32) - counts, slots[chosen]
+        parts = 1 if x.dtype is torch.float32 else -(-x.numel() // AT_ONCE)
+        columns = x.split(align(-(-x.shape[1] // parts), 64), 1)
+        sums = [torch.embedding_bag(part.to(torch.float32), rows, first)[0].to(x.dtype) for part in columns]
+        return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
     made = torch.zeros((slots.shape[0], x.shape[1]), dtype=torch.float32, device=x.device)
     if x.shape[0]:
         for slot in slots.unbind(1):
