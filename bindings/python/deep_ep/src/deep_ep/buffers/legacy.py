@@ -237,8 +237,9 @@ class Buffer(FewTokens):
         engine = self._engines.own.get(tokens.device) or self._engines.of(tokens.device)
         theirs, totals, event = topk_idx is not None and idx.dtype is torch.int64, None, None
         if theirs and previous_event is None and not async_finish:
-            seen, version = self._seen, idx._version
-            known = seen is not None and seen.idx() is idx and seen.version == version and seen.experts == shape.experts
+            seen: Any = self._seen
+            last = None if seen is None else seen.idx()  # no tensor of inference mode, which has no version
+            known = last is not None and last is idx and seen.version == last._version and seen.experts == shape.experts
             result, routing = engine.dispatch(shape, tokens, scales, idx, weights, num_worst_tokens, True, known)
         else:
             by_rank = num_tokens_per_expert if topk_idx is None else None
