@@ -420,13 +420,16 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"i < blockIdx.x * a.slots; i += threads)", "i < 0 * a.slots; i += threads)",
 		},
 		"totals of two calls share a place": {
-			"a.state.rank_totals + (((epoch & 1)", "a.state.rank_totals + (((epoch & 0)",
+			"(((epoch & 1) * a.world.size + src) * a.world.size + dst)", "(((epoch & 0) * a.world.size + src) * a.world.size + dst)",
 		},
 		"the host hears of counts though a choice is no expert": {
 			"(rows & some_wrong) == 0;", "true;",
 		},
 		"a block does not hear of wrong choices of those before it": {
 			"\t\t\t\t\tb.wrong = some_wrong;", "\t\t\t\t\t;",
+		},
+		"a second half waits for rows of a dispatch that has no room": {
+			"end_waits(a, epoch); // of a second half", "; // of a second half",
 		},
 		"the host hears of counts though an output is too small": {
 			"b.total[threadIdx.x] > a.out.most;", "false;",
@@ -540,7 +543,7 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"	await_stream();\n	copy_parts(t.results, t.taken);", "	copy_parts(t.results, t.taken);",
 		},
 		"a dispatch that its copy counts is counted twice": {
-			"		release_stream(); // for the kernel that takes the rows, which counts the call\n	else", "		release_stream(), now.advance_by_last();\n	else",
+			"		release_stream(); // for the kernel that takes or tells of the rows, which counts the call\n	else", "		release_stream(), now.advance_by_last();\n	else",
 		},
 	})
 	findsBugs(t, "results", map[string][]string{

@@ -248,6 +248,7 @@ struct rows_sender {
 				if (b.sum[d] > a.out.most) {
 					give_up(a.world, SW_FAULT_OVERFLOW, d, epoch, false, b.sum[d], ~0ull,
 					        static_cast<u64>(a.out.most));
+					end_waits(a, epoch); // of a second half, for blocks that send nothing
 					good = false;
 				}
 		return good;

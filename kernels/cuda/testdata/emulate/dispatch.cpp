@@ -12,6 +12,8 @@
 
 #include "dispatch_worlds.h"
 
+#include <utility>
+
 namespace {
 
 // Layers in a row on one handle, each with its own tokens: dispatch, what experts make of it, combine and gradients;
@@ -202,6 +204,45 @@ bool no_expert()
 	return run(w, after) && no_faults(w) && right_rows(w, next);
 }
 
+// The rows for a rank are more than its output has room for: all ranks say which, and how many. The next call works.
+bool too_small()
+{
+	world w = random_world();
+	batch b;
+	std::vector<u32> rows, counts, offsets, from;
+	do {
+		while (w.rows_by != compact)
+			w = random_world();
+		b = random_batch(w), rows.clear();
+		for (u32 r = 0; r < w.size; r++) {
+			expected(w, b, r, counts, offsets, from);
+			rows.push_back(offsets.back());
+		}
+	} while (*std::max_element(rows.begin(), rows.end()) == 0);
+	u32 full = static_cast<u32>(std::max_element(rows.begin(), rows.end()) - rows.begin());
+	batch next = random_batch(w);
+	std::vector<program> programs(w.size), after(w.size);
+	for (u32 r = 0; r < w.size; r++) {
+		i64 most = std::exchange(w.most_rows, rows[full] - 1);
+		add_dispatch(w, b, r, false, draw(2) == 0, programs[r]);
+		w.most_rows = most;
+		add_dispatch(w, next, r, false, draw(2) == 0, after[r]);
+	}
+	if (!run(w, programs))
+		return false;
+	for (u32 rank = 0; rank < w.size; rank++) {
+		sw_fault &f = w.faults[rank];
+		CHECK("kind of a fault", f.kind, u32{SW_FAULT_OVERFLOW});
+		CHECK("rank without room", f.peer, full);
+		CHECK("its rows", f.sent, u64{rows[full]});
+		CHECK("its room", f.limit, u64{rows[full] - 1});
+		if (w.told)
+			CHECK("ticket of what did not come", at<u64>(w.segment(rank) + w.numbers), u64{0});
+		f.kind = at<sw_control>(w.segment(rank) + w.state.control).fault = SW_FAULT_NONE; // as the host does
+	}
+	return run(w, after) && no_faults(w) && right_rows(w, next);
+}
+
 // A rank stays away, or the abort word is set: every wait ends, and says why.
 bool end_of_waits(bool aborted)
 {
@@ -231,9 +272,11 @@ int main(int count, char **words)
 			   {"turns", turns},
 			   {"no expert", no_expert},
 			   {"flags", flags_come_again},
+			   {"too small", too_small},
 		       },
 	               [](u64 i) {
-			       return i % 7 < 4                      ? 0
+			       return i % 56 == 30                   ? 7
+		                      : i % 7 < 4                    ? 0
 		                      : i % 28 == 13                 ? 5
 		                      : i % 28 == 27                 ? 6
 		                      : i % 14 == 11 || i % 14 == 12 ? 4

@@ -4,6 +4,7 @@
 #include "../../internal/cuda/layout/args.h"
 
 #define SW_DISPATCH_THREADS 128
+#define SW_DISPATCH_COUNTS_THREADS 32
 #define SW_DISPATCH_FEW_THREADS 128
 #define SW_DISPATCH_FEW_SUM_THREADS 96
 #define SW_DISPATCH_SUM_THREADS 64
