@@ -419,9 +419,6 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"counts are told before all blocks have counted": {
 			"i < blockIdx.x * a.slots; i += threads)", "i < 0 * a.slots; i += threads)",
 		},
-		"totals of two calls share a place": {
-			"(((epoch & 1) * a.world.size + src) * a.world.size + dst)", "(((epoch & 0) * a.world.size + src) * a.world.size + dst)",
-		},
 		"the host hears of counts though a choice is no expert": {
 			"(rows & some_wrong) == 0;", "true;",
 		},
