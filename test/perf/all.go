@@ -133,6 +133,7 @@ func benchmarks(gpus int, e effort) []benchmark {
 	if gpus > 1 {
 		all = append(all,
 			benchmark{title: "Exchanges next to matrix products, and next to NCCL's, from Python", python: true, args: []string{"--beside"}},
+			benchmark{title: "Messages on GPUs next to NCCL, from Python", driver: "messages.py", module: "torch"},
 			benchmark{title: "All-reduce on GPUs next to torch's symmetric memory, from Python", driver: "symmetric_memory.py", module: "torch"},
 			benchmark{title: "Dispatch and combine on GPUs next to FlashInfer, from Python", driver: "moe.py", module: "flashinfer", args: []string{"flashinfer"}},
 			benchmark{title: "Dispatch and combine on GPUs next to DeepEP, from Python", driver: "moe.py", module: "deep_ep", args: []string{"deep_ep"}},

@@ -87,16 +87,17 @@ echo "{\"us\": 2, \"command\": \"$*\"}"
 			runs = append(runs, b)
 		}
 	}
-	require.Len(t, runs, 3)
+	require.Len(t, runs, 4)
 	for _, b := range benchmarks(1, normal) {
 		require.Empty(t, b.driver, "a peer of several GPUs")
 	}
 	var d document
 	d.measure(t.Context(), runs, python, folder)
 	require.Equal(t, []lack{{"Dispatch and combine on GPUs next to DeepEP, from Python", python + " has no deep_ep"}}, d.Missing)
-	require.Len(t, d.Runs, 2)
-	require.Equal(t, "test/peers/symmetric_memory.py --json", d.Runs[0].Rows[0]["command"])
-	require.Equal(t, "test/peers/moe.py flashinfer --json", d.Runs[1].Rows[0]["command"])
+	require.Len(t, d.Runs, 3)
+	require.Equal(t, "test/peers/messages.py --json", d.Runs[0].Rows[0]["command"])
+	require.Equal(t, "test/peers/symmetric_memory.py --json", d.Runs[1].Rows[0]["command"])
+	require.Equal(t, "test/peers/moe.py flashinfer --json", d.Runs[2].Rows[0]["command"])
 }
 
 func TestAPageOfOtherSchemaIsRefused(t *testing.T) {

@@ -108,6 +108,34 @@ def test_torchs_symmetric_memory(worlds):
     worlds.get(2, world.gloo).run(symmetric)
 
 
+def messages(rank, size):
+    import torch.distributed as dist
+
+    module = driver("messages")
+    args = argparse.Namespace(sizes="1K,16K", rounds=3, json=True, busy=0)
+    rows = rows_of(module.measure, args, "cpu")
+    if rank == 0:
+        assert [(r["bytes"], r["op"], r["mode"], r["memory"]) for r in rows] == [
+            (n, op, "eager", memory)
+            for n in (1 << 10, 16 << 10)
+            for op in ("message", "messages both ways")
+            for memory in ("symmetric", "ordinary")
+        ]
+        assert all(r["peer"].startswith("gloo of torch ") and min(r["us"], r["peer_us"], r["ratio"]) > 0 for r in rows)
+
+    def lost(ops):
+        return []
+
+    wrong = f"rank {rank}: gloo: 1024 of 1024 bytes are wrong"
+    with mock.patch.object(dist, "batch_isend_irecv", lost), pytest.raises(SystemExit, match=wrong):
+        module.sides_of(1 << 10, True, "cpu", "gloo")
+
+
+@here
+def test_messages(worlds):
+    worlds.get(2, world.gloo).run(messages)
+
+
 class OneSided:
     """A stand-in of FlashInfer's MoeAlltoAll, by gloo."""
 
