@@ -222,17 +222,23 @@ func TestCUDA_MeasureTransfers(t *testing.T) {
 				return err
 			})
 		}
-		for _, n := range []int64{8 << 10, 1 << 20, 8 << 20, 64 << 20, 512 << 20} {
+		large := []int64{8 << 10, 1 << 20, 8 << 20, 64 << 20, 512 << 20}
+		const each = 10
+		for _, n := range large {
 			for i, src := range []memory.View{out, away} {
 				where := []string{"of the heap", "of other memory"}[i]
-				const each = 10
-				replay(fmt.Sprintf("messages of %d %s, both ways", n, where), each, func() (err error) {
-					for range each {
-						err = errors.Join(err, g.x.Batch(g.s, p2p.Message{Peer: peer, View: src.Slice(0, n)},
-							p2p.Message{Receive: true, Peer: peer, View: in.Slice(0, n)}))
+				send := p2p.Message{Peer: peer, View: src.Slice(0, n)}
+				receive := p2p.Message{Receive: true, Peer: peer, View: in.Slice(0, n)}
+				batches := func(list ...p2p.Message) func() error {
+					return func() (err error) {
+						for range each {
+							err = errors.Join(err, g.x.Batch(g.s, list...))
+						}
+						return err
 					}
-					return err
-				})
+				}
+				replay(fmt.Sprintf("messages of %d %s, both ways", n, where), each, batches(send, receive))
+				replay(fmt.Sprintf("messages of %d %s, all of one rank", n, where), each, batches([]p2p.Message{send, receive}[me]))
 			}
 		}
 		g.Barrier()
@@ -243,8 +249,13 @@ func TestCUDA_MeasureTransfers(t *testing.T) {
 			space := g.Heap.Space()
 			return errors.Join(err, d.Context().Copy(cuda.Stream(g.s.Handle()), space.Addr(peer, place), out.Ptr(), n))
 		}
-		for _, n := range []int64{256 << 10, 1 << 20, 2 << 20, 4<<20 - 16, 8 << 20, 64 << 20, 512 << 20} {
-			const each = 10
+		for _, n := range append([]int64{256 << 10, 2 << 20, 4<<20 - 16}, large...) {
+			copies := func() (err error) {
+				for range each {
+					err = errors.Join(err, direct(n))
+				}
+				return err
+			}
 			for range 2 {
 				replay(fmt.Sprintf("put of %d, both ways", n), each, func() (err error) {
 					for range each {
@@ -252,13 +263,14 @@ func TestCUDA_MeasureTransfers(t *testing.T) {
 					}
 					return err
 				})
-				replay(fmt.Sprintf("peer copy of %d, both ways", n), each, func() (err error) {
-					for range each {
-						err = errors.Join(err, direct(n))
-					}
-					return err
-				})
+				replay(fmt.Sprintf("peer copy of %d, both ways", n), each, copies)
 			}
+			replay(fmt.Sprintf("peer copy of %d, of one rank", n), each, func() error {
+				if me == 1 {
+					return g.x.Signal(g.s, peer, 0) // a graph has something in it
+				}
+				return copies()
+			})
 		}
 	})
 }
