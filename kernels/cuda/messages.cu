@@ -24,5 +24,6 @@ extern "C" __global__ void __launch_bounds__(SW_MESSAGE_THREADS)
 		receive(m, b);
 	else
 		send(m, b);
-	dismiss(m);
+	if (threadIdx.x == 0)
+		dismiss(m, b);
 }

@@ -6,12 +6,13 @@ import "structs"
 
 // Messages between two ranks.
 const (
-	messageThreads = 256       // of a block
-	mostMessages   = 64        // of one launch
-	messageRate    = 350       // bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered
-	messageFault   = 1 << 31   // in part of a fault: it is a message's
-	anyRank        = 1<<32 - 1 // the peer of a receive from any rank, and of its fault
-	stagingSlots   = 2         // of each block and rank, for chunks of messages that the receiver cannot read at their sender
+	messageThreads   = 256       // of a block
+	mostMessages     = 64        // of one launch
+	messageRate      = 350       // bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered
+	messageFault     = 1 << 31   // in part of a fault: it is a message's
+	anyRank          = 1<<32 - 1 // the peer of a receive from any rank, and of its fault
+	messageItemBytes = 64        // of what the blocks of a group do together: its packets, and room
+	stagingSlots     = 2         // of each block and rank, for chunks of messages that the receiver cannot read at their sender
 )
 
 // Answers to a message, and its states. The number of the message is above these two bits.
@@ -42,7 +43,7 @@ type messageBlock struct {
 	counters   place // struct sw_message_counters [size], of this rank
 	freed      place // [size][boxes] words: the last message that this rank has withdrawn from the box
 	ended      place // [size][boxes] words: the last message of the rank that this rank is through with
-	items      place // struct sw_message_item [2][size]: what the blocks of a launch are to do, for sends and for receives
+	items      place // [2][size] packets in messageItemBytes: what the blocks of a launch are to do together, for sends and for receives; this rank's own of receives from any rank
 	done       place // [2][size][blocks] words: the last item that a block has done, and whether it has failed
 	staging    place // [size][blocks][stagingSlots] chunks
 	end        place // the offset behind the block
@@ -59,7 +60,7 @@ func layMessageBlock(offset, control, size, boxes, payloadBytes, blocks, staging
 	b.complaints, at = at, at+size*2*lineBytes
 	b.answers, at = at, at+size*boxes*16
 	b.counters, at = at, at+size*64
-	b.items, at = at, at+2*size*64
+	b.items, at = at, at+2*size*messageItemBytes
 	b.states, at = at, at+size*boxes*8
 	b.freed, at = at, at+size*boxes*8
 	b.ended, at = at, at+size*boxes*8
@@ -78,24 +79,10 @@ type messageCounters struct {
 	sent   uint64    // the number of the last message to the rank
 	heard  uint64    // the last of them of whose size the rank has complained, and this rank has told
 	low    uint64    // this rank is through with all messages of the rank below this number
+	early  uint64    // the number of messages above low that this rank is through with
 	claims uint64    // that it has made
-	items  [2]uint64 // of what blocks do together, for sends and for receives; this rank's own of receives from any rank
 	turn   uint64    // this rank's own: where a receive from any rank looks first
-	rest   uint64
-}
-
-// messageItem is something that the blocks of a group of messages do together: 64 bytes. A group of receives from any rank has this rank's own.
-type messageItem struct {
-	_ structs.HostLayout
-
-	number  uint64 // of the item, written last
-	what    uint64
-	address uint64 // of the message in this rank's memory
-	from    uint64 // address of what is read at the sender
-	bytes   uint64
-	claim   uint64
-	stripes uint64 // the blocks that take part
-	peer    uint64 // whose message it is
+	items  [2]uint64 // of what blocks do together, for sends and for receives; this rank's own of receives from any rank
 }
 
 // messageEntry is one message of a launch.

@@ -482,22 +482,10 @@ func Of() map[string]int {
 		m["message_counters.sent"] = int(unsafe.Offsetof(s.sent))
 		m["message_counters.heard"] = int(unsafe.Offsetof(s.heard))
 		m["message_counters.low"] = int(unsafe.Offsetof(s.low))
+		m["message_counters.early"] = int(unsafe.Offsetof(s.early))
 		m["message_counters.claims"] = int(unsafe.Offsetof(s.claims))
-		m["message_counters.items"] = int(unsafe.Offsetof(s.items))
 		m["message_counters.turn"] = int(unsafe.Offsetof(s.turn))
-		m["message_counters.rest"] = int(unsafe.Offsetof(s.rest))
-	}
-	{
-		var s C.struct_sw_message_item
-		m["message_item"] = int(unsafe.Sizeof(s))
-		m["message_item.number"] = int(unsafe.Offsetof(s.number))
-		m["message_item.what"] = int(unsafe.Offsetof(s.what))
-		m["message_item.address"] = int(unsafe.Offsetof(s.address))
-		m["message_item.from"] = int(unsafe.Offsetof(s.from))
-		m["message_item.bytes"] = int(unsafe.Offsetof(s.bytes))
-		m["message_item.claim"] = int(unsafe.Offsetof(s.claim))
-		m["message_item.stripes"] = int(unsafe.Offsetof(s.stripes))
-		m["message_item.peer"] = int(unsafe.Offsetof(s.peer))
+		m["message_counters.items"] = int(unsafe.Offsetof(s.items))
 	}
 	{
 		var s C.struct_sw_message_entry

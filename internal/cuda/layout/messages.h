@@ -12,6 +12,7 @@ enum {
 	SW_MESSAGE_THREADS = 256, /* of a block */
 	SW_MOST_MESSAGES = 64, /* of one launch */
 	SW_MESSAGE_RATE = 350, /* bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered */
+	SW_MESSAGE_ITEM_BYTES = 64, /* of what the blocks of a group do together: its packets, and room */
 	SW_STAGING_SLOTS = 2, /* of each block and rank, for chunks of messages that the receiver cannot read at their sender */
 };
 #define SW_MESSAGE_FAULT 0x80000000ull /* in part of a fault: it is a message's */
@@ -43,7 +44,7 @@ struct sw_message_block {
 	uint64_t counters; /* struct sw_message_counters [size], of this rank */
 	uint64_t freed; /* [size][boxes] words: the last message that this rank has withdrawn from the box */
 	uint64_t ended; /* [size][boxes] words: the last message of the rank that this rank is through with */
-	uint64_t items; /* struct sw_message_item [2][size]: what the blocks of a launch are to do, for sends and for receives */
+	uint64_t items; /* [2][size] packets in messageItemBytes: what the blocks of a launch are to do together, for sends and for receives; this rank's own of receives from any rank */
 	uint64_t done; /* [2][size][blocks] words: the last item that a block has done, and whether it has failed */
 	uint64_t staging; /* [size][blocks][stagingSlots] chunks */
 	uint64_t end; /* the offset behind the block */
@@ -54,22 +55,10 @@ struct sw_message_counters {
 	uint64_t sent; /* the number of the last message to the rank */
 	uint64_t heard; /* the last of them of whose size the rank has complained, and this rank has told */
 	uint64_t low; /* this rank is through with all messages of the rank below this number */
+	uint64_t early; /* the number of messages above low that this rank is through with */
 	uint64_t claims; /* that it has made */
-	uint64_t items[2]; /* of what blocks do together, for sends and for receives; this rank's own of receives from any rank */
 	uint64_t turn; /* this rank's own: where a receive from any rank looks first */
-	uint64_t rest;
-};
-
-/* Something that the blocks of a group of messages do together: 64 bytes. A group of receives from any rank has this rank's own. */
-struct sw_message_item {
-	uint64_t number; /* of the item, written last */
-	uint64_t what;
-	uint64_t address; /* of the message in this rank's memory */
-	uint64_t from; /* address of what is read at the sender */
-	uint64_t bytes;
-	uint64_t claim;
-	uint64_t stripes; /* the blocks that take part */
-	uint64_t peer; /* whose message it is */
+	uint64_t items[2]; /* of what blocks do together, for sends and for receives; this rank's own of receives from any rank */
 };
 
 /* One message of a launch. */
@@ -127,7 +116,7 @@ static inline struct sw_message_block sw_lay_message_block(int64_t offset, int64
 	b.counters = at;
 	at = at + size * 64;
 	b.items = at;
-	at = at + 2 * size * 64;
+	at = at + 2 * size * SW_MESSAGE_ITEM_BYTES;
 	b.states = at;
 	at = at + size * boxes * 8;
 	b.freed = at;

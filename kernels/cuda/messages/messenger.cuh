@@ -88,7 +88,8 @@ struct messenger {
 	}
 	__device__ __forceinline__ u64 item() const
 	{
-		return here + a.block.items + ((receives ? world.size : 0) + own) * sizeof(sw_message_item);
+		return here + a.block.items +
+		       ((receives ? world.size : 0) + own) * static_cast<u64>(SW_MESSAGE_ITEM_BYTES);
 	}
 	__device__ __forceinline__ u64 done(u32 b) const
 	{
@@ -115,13 +116,21 @@ struct task {
 	u32 entry;
 	u64 number, claim, from;
 	u32 stripes, peer;
+	bool last; // the other blocks have nothing to do after it
 };
 
-// A leader's first thread shares the task with the others, and keeps the numbers.
+constexpr u32 boxes_seen = 64; // of a sender's answers, in the beginning
+
+// A leader's first thread shares the task with the others, and keeps the rest. All threads have read it together in the
+// beginning, because a small message takes little more than the loads that wait for each other.
 struct leader_board {
 	task now;
 	u64 numbers[SW_MOST_MESSAGES]; // by entry; 0 when nothing is to be done for it, or nothing yet
-	u64 low[SW_MAX_RANKS];         // by rank: a receiver is through with all of its messages before it
+	u64 item;                      // the last that the other blocks were given
+	bool alone;                    // the other blocks have left
+	u64 answers[boxes_seen];       // of a sender, by box: the first word of the answer
+	u64 low[SW_MAX_RANKS];         // of a receiver, by rank: it is through with all of its messages before it,
+	u64 early[SW_MAX_RANKS];       // and with this number of those behind it
 };
 
 // ---- small messages, whose packets have the message's number for their flag --------------------------------------
@@ -177,6 +186,7 @@ struct haul {
 	i64 bytes;
 	u64 claim;
 	u32 stripes, peer;
+	bool last;
 };
 
 // Waits with the whole block for a line to have a number.
@@ -243,51 +253,70 @@ __device__ __noinline__ bool carry(const messenger &m, const haul &h)
 	}
 }
 
-// The leader's first thread gives the others something to do. They have done what they were given before.
-__device__ __forceinline__ u64 give(const messenger &m, const haul &h)
+// An item: what the other blocks of a messenger are to do, in packets that have its number for their flag, so that a
+// block has all of it with the first look that finds it.
+__device__ __forceinline__ void put_item(u64 at, u64 number, const haul &h)
 {
-	u64 number = load_relaxed_sys(m.items()) + 1, at = m.item();
-	store_relaxed_sys(at + offsetof(sw_message_item, what), static_cast<u64>(h.what));
-	store_relaxed_sys(at + offsetof(sw_message_item, address), h.address);
-	store_relaxed_sys(at + offsetof(sw_message_item, from), h.from);
-	store_relaxed_sys(at + offsetof(sw_message_item, bytes), static_cast<u64>(h.bytes));
-	store_relaxed_sys(at + offsetof(sw_message_item, claim), h.claim);
-	store_relaxed_sys(at + offsetof(sw_message_item, stripes), h.stripes);
-	store_relaxed_sys(at + offsetof(sw_message_item, peer), h.peer);
+	u32 flag = packet::flag(number), order = static_cast<u32>(h.what) | (h.last ? 8 : 0) | h.stripes << 4;
+	u64 bytes = static_cast<u64>(h.bytes);
+	packet::put(at, flag, h.address, order);
+	packet::put(at + 16, flag, h.from, static_cast<u32>(bytes));
+	packet::put(at + 32, flag, h.claim, static_cast<u32>(bytes >> 32) | h.peer << 16);
+}
+
+// True when it is there. A block that has it sees all that the leader has seen before.
+__device__ __forceinline__ bool get_item(u64 at, u64 number, haul &h)
+{
+	u32 flag = packet::flag(number);
+	packet p = packet::get(at), q = packet::get(at + 16), r{load16_acquire_sys(at + 32)};
+	if (!p.has(flag) || !q.has(flag) || !r.has(flag))
+		return false;
+	h.what = static_cast<deed>(p.word(2) & 7), h.last = (p.word(2) & 8) != 0, h.stripes = p.word(2) >> 4;
+	h.address = p.low(), h.from = q.low(), h.claim = r.low(), h.peer = r.word(2) >> 16;
+	h.bytes = static_cast<i64>(static_cast<u64>(r.word(2) & 0xffff) << 32 | q.word(2));
+	return true;
+}
+
+// The leader's first thread gives the others something to do. They have done what they were given before. Those blocks
+// that staging is laid out for, but not launched, have done all.
+__device__ __forceinline__ void give(const messenger &m, leader_board &b, const haul &h)
+{
+	u64 number = ++b.item;
 	fence_acq_rel_sys();
-	store_relaxed_sys(at, number);
+	put_item(m.item(), number, h);
 	store_relaxed_sys(m.items(), number);
-	return number;
+	if (!h.last)
+		return;
+	b.alone = true;
+	for (u32 k = m.blocks; k < m.a.blocks; k++)
+		store_relaxed_sys(m.done(k), number << 1);
 }
 
 // All threads of the leader. True when all blocks have carried their stripes. Each block is a thread's to wait for: one
 // look after another, by one thread, takes 20 us for 32 blocks.
-__device__ __forceinline__ bool carry_together(const messenger &m, const haul &h)
+__device__ __forceinline__ bool carry_together(const messenger &m, leader_board &b, const haul &h)
 {
-	SW_SHARED(u64, item);
 	if (threadIdx.x == 0 && m.blocks > 1)
-		item = give(m, h);
+		give(m, b, h);
 	bool good = carry(m, h);
 	__syncthreads();
-	for (u32 b = threadIdx.x; b < m.blocks; b += SW_MESSAGE_THREADS) {
-		if (b == 0)
+	u64 item = b.item;
+	for (u32 k = threadIdx.x; k < m.blocks; k += SW_MESSAGE_THREADS) {
+		if (k == 0)
 			continue;
 		u64 v;
-		while ((v = load_acquire_sys(m.done(b))) >> 1 < item) // its own waits are bounded
+		while ((v = load_acquire_sys(m.done(k))) >> 1 < item) // its own waits are bounded
 			__nanosleep(20);
 		good = good && (v & 1) == 0;
 	}
 	return !__syncthreads_or(!good);
 }
 
-// The leader lets the other blocks go. Those that staging is laid out for, but not launched, have done all.
-__device__ __forceinline__ void dismiss(const messenger &m)
+// The leader's first thread lets the other blocks go, if they have not left.
+__device__ __forceinline__ void dismiss(const messenger &m, leader_board &b)
 {
-	if (threadIdx.x != 0 || m.blocks == 1)
-		return;
-	u64 number = give(m, {deed::end, 0, 0, 0, 0, 0, m.peer});
-	for (u32 b = m.blocks; b < m.a.blocks; b++)
-		store_relaxed_sys(m.done(b), number << 1);
+	if (m.blocks > 1 && !b.alone)
+		give(m, b, {deed::end, 0, 0, 0, 0, 0, m.peer, true});
 }
 
 // A block that is not the leader.
@@ -296,30 +325,19 @@ __device__ __forceinline__ void follow(messenger &m)
 	SW_SHARED(haul, h);
 	u64 seen = load_relaxed_sys(m.done(m.block)) >> 1;
 	for (;;) {
-		if (threadIdx.x == 0) {
-			u64 at = m.item(), number;
-			while ((number = load_acquire_sys(at)) <= seen) // the leader's waits are bounded
+		seen++;
+		if (threadIdx.x == 0)
+			while (!get_item(m.item(), seen, h)) // the leader's waits are bounded
 				__nanosleep(20);
-			seen = number;
-			h.what = static_cast<deed>(load_relaxed_sys(at + offsetof(sw_message_item, what)));
-			h.address = load_relaxed_sys(at + offsetof(sw_message_item, address));
-			h.from = load_relaxed_sys(at + offsetof(sw_message_item, from));
-			h.bytes = static_cast<i64>(load_relaxed_sys(at + offsetof(sw_message_item, bytes)));
-			h.claim = load_relaxed_sys(at + offsetof(sw_message_item, claim));
-			h.stripes = static_cast<u32>(load_relaxed_sys(at + offsetof(sw_message_item, stripes)));
-			h.peer = static_cast<u32>(load_relaxed_sys(at + offsetof(sw_message_item, peer)));
-		}
 		__syncthreads();
 		haul now = h;
 		if (m.turns)
 			m.turn_to(now.peer);
 		bool good = now.what == deed::end || carry(m, now);
-		__syncthreads();
-		if (threadIdx.x == 0) {
-			fence_acq_rel_sys();
+		__syncthreads(); // what a thread has stored it has loaded
+		if (threadIdx.x == 0)
 			store_relaxed_sys(m.done(m.block), seen << 1 | (good ? 0 : 1));
-		}
-		if (now.what == deed::end)
+		if (now.last)
 			return;
 	}
 }

@@ -9,8 +9,8 @@ namespace sw {
 // Of the leader's first thread.
 struct receiving {
 	messenger &m;
+	leader_board &b;
 	u64 *numbers; // not 0 when a receive is over
-	u64 *lows;
 	u32 left;
 	u32 first = 0;        // of the receives that are not over: the wait is for this one
 	sw_world waited;      // whose faults and silence end it
@@ -20,18 +20,25 @@ struct receiving {
 	u64 since = 0;        // and the time of the last
 	u32 turn = 0;         // the rank at which a receive from any looks first
 
-	__device__ __forceinline__ receiving(messenger &m_, leader_board &b)
-	    : m(m_), numbers(b.numbers), lows(b.low), left(m_.count), waited(m_.world)
+	__device__ __forceinline__ receiving(messenger &m_, leader_board &b_)
+	    : m(m_), b(b_), numbers(b_.numbers), left(m_.count), waited(m_.world)
 	{
 	}
 
 	// Once.
 	__device__ __forceinline__ void begin()
 	{
+		b.item = load_relaxed_sys(m.items()), b.alone = false;
 		if (m.turns)
 			turn = static_cast<u32>(load_relaxed_sys(turns()));
 	}
 
+	// The place of the words low and early of a rank.
+	__device__ __forceinline__ u64 counted(u32 rank) const
+	{
+		static_assert(offsetof(sw_message_counters, early) == offsetof(sw_message_counters, low) + 8);
+		return m.counter(offsetof(sw_message_counters, low), rank);
+	}
 	__device__ __forceinline__ u64 turns() const
 	{
 		return m.counter(offsetof(sw_message_counters, turn), m.world.rank);
@@ -51,12 +58,14 @@ struct receiving {
 	__device__ __forceinline__ void end(u64 n)
 	{
 		store_relaxed_sys(ended(n), n);
-		u64 before = lows[m.peer], low = before;
-		while (load_relaxed_sys(ended(low)) >= low)
-			low++;
-		if (low != before)
-			store_relaxed_sys(m.counter(offsetof(sw_message_counters, low)), low);
-		lows[m.peer] = low;
+		u64 low = b.low[m.peer], early = b.early[m.peer];
+		if (n != low)
+			early++;
+		else
+			for (low++; early > 0 && load_relaxed_sys(ended(low)) >= low; early--)
+				low++;
+		store16_relaxed_sys(counted(m.peer), low, early);
+		b.low[m.peer] = low, b.early[m.peer] = early;
 	}
 
 	// Whether a message that this rank is not through with has been withdrawn: then its box may have another.
@@ -82,7 +91,7 @@ struct receiving {
 	// numbers.
 	__device__ __forceinline__ u64 find(u32 &entry, letter &l)
 	{
-		for (u64 n = lows[m.peer]; n < lows[m.peer] + m.a.boxes; n++) {
+		for (u64 n = b.low[m.peer]; n < b.low[m.peer] + m.a.boxes; n++) {
 			u64 at = m.here + m.of_box(m.a.block.headers, m.peer, n, SW_LINE_BYTES);
 			u64 last = load_relaxed_sys(ended(n)); // these loads are on their way at the same time
 			packet p = packet::get(at), q = packet::get(at + 16);
@@ -91,7 +100,7 @@ struct receiving {
 				continue;
 			if (gone(n, now)) {
 				end(n);
-				n = lows[m.peer] - 1; // from the start
+				n = b.low[m.peer] - 1; // from the start
 				continue;
 			}
 			u32 flag = packet::flag(n);
@@ -171,10 +180,11 @@ struct receiving {
 		tell(n, what, more);
 		__threadfence_system();
 		wait w;
-		while (load_acquire_sys(state(n)) == (n << SW_ANSWER_BITS | SW_STATE_WITHDRAWAL))
+		u64 now;
+		while ((now = load_acquire_sys(state(n))) == (n << SW_ANSWER_BITS | SW_STATE_WITHDRAWAL))
 			if (!w.slow(m.world))
 				return false;
-		return !gone(n, load_acquire_sys(state(n)));
+		return !gone(n, now);
 	}
 
 	// The ranks have different sizes for a message.
@@ -233,7 +243,7 @@ struct receiving {
 				continue;
 			}
 			if (l.bytes <= static_cast<u64>(m.a.eager_bytes))
-				return {deed::read, i, n, 0, 0, 0, m.peer};
+				return {deed::read, i, n, 0, 0, 0, m.peer, false};
 			u64 claims = m.counter(offsetof(sw_message_counters, claims));
 			u64 claim = load_relaxed_sys(claims) + 1;
 			u64 from = read_at(l.place);
@@ -244,10 +254,10 @@ struct receiving {
 				continue;
 			}
 			if (from == 0)
-				return {deed::drain, i, n, claim, 0, stripes, m.peer};
-			return {deed::pull, i, n, claim, from, m.blocks, m.peer};
+				return {deed::drain, i, n, claim, 0, stripes, m.peer, left == 1};
+			return {deed::pull, i, n, claim, from, m.blocks, m.peer, left == 1};
 		}
-		return {deed::end, 0, 0, 0, 0, 0, m.peer};
+		return {deed::end, 0, 0, 0, 0, 0, m.peer, true};
 	}
 
 	// A message has been carried, or not. One whose sender has given up meanwhile may be anything.
@@ -275,14 +285,14 @@ __device__ __forceinline__ void receive(messenger &m, leader_board &b)
 {
 	for (u32 i = threadIdx.x; i < m.count; i += SW_MESSAGE_THREADS)
 		b.numbers[i] = 0;
-	for (u32 p = threadIdx.x; p < m.world.size; p += SW_MESSAGE_THREADS) {
-		u64 low = load_relaxed_sys(m.counter(offsetof(sw_message_counters, low), p));
-		b.low[p] = low != 0 ? low : 1;
-	}
-	__syncthreads();
 	receiving r(m, b); // of the first thread
 	if (threadIdx.x == 0)
 		r.begin();
+	for (u32 p = threadIdx.x; p < m.world.size; p += SW_MESSAGE_THREADS) {
+		pair64 counted = load16_relaxed_sys(r.counted(p));
+		b.low[p] = counted.a != 0 ? counted.a : 1, b.early[p] = counted.b;
+	}
+	__syncthreads();
 	for (;;) {
 		if (threadIdx.x == 0)
 			b.now = r.next();
@@ -298,7 +308,8 @@ __device__ __forceinline__ void receive(messenger &m, leader_board &b)
 		if (t.what == deed::read)
 			good = !__syncthreads_or(!read_small(m, t));
 		else
-			good = carry_together(m, {t.what, e.address, t.from, e.bytes, t.claim, t.stripes, t.peer});
+			good = carry_together(m, b,
+			                      {t.what, e.address, t.from, e.bytes, t.claim, t.stripes, t.peer, t.last});
 		if (threadIdx.x == 0)
 			r.carried(t, good);
 	}

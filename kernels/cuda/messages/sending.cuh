@@ -9,35 +9,42 @@ namespace sw {
 // Of the leader's first thread.
 struct sending {
 	const messenger &m;
-	u64 *numbers; // of large messages that are posted, until they are over
+	leader_board &b; // its numbers are of large messages that are posted, until they are over
+	u64 *numbers;
 	u64 sent = 0;
 	u32 posted = 0, open = 0, end = 0;
+	u64 read = 0;            // bits by entry: of open messages, those that their receivers read here
 	u32 why = SW_FAULT_NONE; // it leaves
 	u32 late = 0;            // the entry of which it tells then
 	bool leaves = false;
 	sw_world leaving; // of waits for what is claimed then: no other fault ends them
 
-	__device__ __forceinline__ sending(const messenger &m_, u64 *numbers_)
-	    : m(m_), numbers(numbers_), leaving(m_.world)
+	__device__ __forceinline__ sending(const messenger &m_, leader_board &b_)
+	    : m(m_), b(b_), numbers(b_.numbers), leaving(m_.world)
 	{
 		leaving.control = m.a.block.control + m.world.rank * SW_CONTROL_ALIGN;
 	}
 
-	// Once.
+	// Once. The loads are on their way at the same time.
 	__device__ __forceinline__ void begin()
 	{
-		sent = load_relaxed_sys(m.counter(offsetof(sw_message_counters, sent)));
-		end = complaint() ? 0 : m.count;
+		static_assert(offsetof(sw_message_counters, heard) == offsetof(sw_message_counters, sent) + 8);
+		u64 at = m.here + m.a.block.complaints + m.peer * 2 * SW_LINE_BYTES;
+		b.item = load_relaxed_sys(m.items());
+		pair64 counted = load16_relaxed_sys(m.counter(offsetof(sw_message_counters, sent)));
+		pair64 complaint = load16_acquire_sys(at);
+		b.alone = false;
+		sent = counted.a, end = m.count;
+		if (complaint.a > counted.b) {
+			tell_complaint(at, complaint);
+			end = 0;
+		}
 	}
 
 	// A small message, with whose sender it was over, had another size than its receiver expected.
-	__device__ __forceinline__ bool complaint() const
+	__device__ __noinline__ void tell_complaint(u64 at, pair64 which) const
 	{
-		u64 at = m.here + m.a.block.complaints + m.peer * 2 * SW_LINE_BYTES;
-		u64 heard = m.counter(offsetof(sw_message_counters, heard));
-		pair64 which = load16_acquire_sys(at), sizes;
-		if (which.a <= load_relaxed_sys(heard))
-			return false;
+		pair64 sizes;
 		for (;;) { // another one may come
 			sizes = load16_acquire_sys(at + SW_LINE_BYTES);
 			pair64 again = load16_acquire_sys(at);
@@ -45,9 +52,8 @@ struct sending {
 				break;
 			which = again;
 		}
-		store_relaxed_sys(heard, which.a);
+		store_relaxed_sys(m.counter(offsetof(sw_message_counters, heard)), which.a);
 		m.fail(SW_FAULT_MISMATCH, which.a, which.b, sizes.a, sizes.b);
-		return true;
 	}
 
 	__device__ __forceinline__ u64 answer(u64 n) const
@@ -69,7 +75,10 @@ struct sending {
 		for (u32 i = 0; open > 0 && i < posted; i++)
 			if (numbers[i] == before)
 				return false;
-		return load16_acquire_sys(answer(n)).a >= (before << SW_ANSWER_BITS | SW_ANSWER_TAKEN) ||
+		u64 box = n % m.a.boxes, over = before << SW_ANSWER_BITS | SW_ANSWER_TAKEN;
+		if (box < boxes_seen && b.answers[box] >= over)
+			return true;
+		return load16_acquire_sys(answer(n)).a >= over ||
 		       load_relaxed_sys(m.here + m.of_box(m.a.block.freed, m.peer, n, 8)) == before;
 	}
 
@@ -85,6 +94,7 @@ struct sending {
 	__device__ __forceinline__ void over(u32 i)
 	{
 		numbers[i] = 0;
+		read &= ~(1ull << i);
 		open--;
 	}
 
@@ -113,9 +123,12 @@ struct sending {
 			over(i);
 			return false;
 		}
-		if ((v.b & 255) == 0) // its receiver reads it here
+		u32 stripes = static_cast<u32>(v.b & 255);
+		if (stripes == 0) {
+			read |= 1ull << i;
 			return false;
-		t = {deed::push, i, n, v.b >> 8, 0, static_cast<u32>(v.b & 255), m.peer};
+		}
+		t = {deed::push, i, n, v.b >> 8, 0, stripes, m.peer, posted == end && open == 1};
 		return true;
 	}
 
@@ -150,7 +163,7 @@ struct sending {
 
 	__device__ __noinline__ task next()
 	{
-		task t{deed::end, 0, 0, 0, 0, 0, m.peer};
+		task t{deed::end, 0, 0, 0, 0, 0, m.peer, true};
 		wait w;
 		for (;;) {
 			while (posted < end && room(sent + 1)) {
@@ -160,7 +173,7 @@ struct sending {
 				store_relaxed_sys(m.counter(offsetof(sw_message_counters, sent)), n);
 				if (e.bytes <= m.a.eager_bytes) {
 					put_header(n, e);
-					return {deed::write, i, n, 0, 0, 0, m.peer};
+					return {deed::write, i, n, 0, 0, 0, m.peer, false};
 				}
 				fence_acq_rel_sys();
 				put_header(n, e);
@@ -172,6 +185,8 @@ struct sending {
 			for (u32 i = 0; i < posted && open > 0; i++)
 				if (numbers[i] != 0 && look(i, t))
 					return t;
+			if (posted == end && static_cast<u32>(__popcll(read)) == open)
+				dismiss(m, b); // while the receivers read
 			if (posted == end && open == 0) {
 				if (leaves)
 					m.fail(why, 0, m.entry(late).tag, m.entry(late).bytes, 0);
@@ -189,12 +204,14 @@ struct sending {
 
 __device__ __forceinline__ void send(const messenger &m, leader_board &b)
 {
+	sending s(m, b); // of the first thread
 	for (u32 i = threadIdx.x; i < m.count; i += SW_MESSAGE_THREADS)
 		b.numbers[i] = 0;
-	__syncthreads();
-	sending s(m, b.numbers); // of the first thread
+	for (u32 i = threadIdx.x; i < m.a.boxes && i < boxes_seen; i += SW_MESSAGE_THREADS)
+		b.answers[i] = load16_acquire_sys(s.answer(i)).a;
 	if (threadIdx.x == 0)
 		s.begin();
+	__syncthreads();
 	for (;;) {
 		if (threadIdx.x == 0)
 			b.now = s.next();
@@ -208,7 +225,7 @@ __device__ __forceinline__ void send(const messenger &m, leader_board &b)
 			continue;
 		}
 		const sw_message_entry &e = m.entry(t.entry);
-		bool good = carry_together(m, {t.what, e.address, 0, e.bytes, t.claim, t.stripes, t.peer});
+		bool good = carry_together(m, b, {t.what, e.address, 0, e.bytes, t.claim, t.stripes, t.peer, t.last});
 		if (threadIdx.x == 0 && good)
 			s.over(t.entry);
 		else if (threadIdx.x == 0)
