@@ -23,7 +23,8 @@ type Namespace struct {
 	// IP is its address and Device its interface, which leads to all others.
 	IP, Device string
 
-	pid int
+	pid  int
+	port string // the file with the state of its port of the bridge
 }
 
 // Net is namespaces that reach each other over a bridge.
@@ -76,9 +77,36 @@ func New(n int) (net *Net, err error) {
 			s.run(fmt.Sprintf("ip addr add %s/24 dev %s", s.IP, s.Device), "ip link set "+s.Device+" up")); err != nil {
 			return net, err
 		}
+		s.port = fmt.Sprintf("/proc/%d/root/sys/class/net/port%d/brport/state", bridge.pid, i)
 		net.Spaces = append(net.Spaces, s)
 	}
+	for _, s := range net.Spaces {
+		if err := s.await(); err != nil {
+			return net, err
+		}
+	}
 	return net, nil
+}
+
+// patience bounds the wait for a port.
+const patience = time.Minute
+
+// await returns when the bridge forwards what the namespace sends. The kernel hears of an interface that has come up in a queue that all
+// namespaces share, which takes seconds while many come and go.
+func (s *Namespace) await() error {
+	const forwards = "3"
+	for began := time.Now(); ; time.Sleep(2 * time.Millisecond) {
+		state, err := os.ReadFile(s.port)
+		if err != nil {
+			return fmt.Errorf("netns: %w", err)
+		}
+		if strings.TrimSpace(string(state)) == forwards {
+			return nil
+		}
+		if time.Since(began) > patience {
+			return fmt.Errorf("netns: %s is not up after %v: the state of its port is %s", s.Device, patience, state)
+		}
+	}
 }
 
 // namespace makes one that reaches nothing.
@@ -146,7 +174,12 @@ func (s *Namespace) run(commands ...string) error {
 func (s *Namespace) Cut() error { return s.run("ip link set " + s.Device + " down") }
 
 // Mend ends a Cut.
-func (s *Namespace) Mend() error { return s.run("ip link set " + s.Device + " up") }
+func (s *Namespace) Mend() error {
+	if err := s.run("ip link set " + s.Device + " up"); err != nil {
+		return err
+	}
+	return s.await()
+}
 
 // Limit bounds what the namespace sends: rate is as tc writes it, such as 2gbit.
 func (s *Namespace) Limit(rate string) error {
