@@ -65,7 +65,11 @@ func (x *points) addMessages(p *port, m *kernels.Messages) error {
 		a.interval = p.e.cyclesFor(tileBytes*int64(each*messageThreads/32), messageRate)
 	}
 	if grid > 0 {
-		p.batch.Launch(0, cuda.Launch{Function: x.messages, Grid: [3]uint32{grid, 1, 1}, Block: [3]uint32{messageThreads, 1, 1}, Flags: p.e.flags, Args: cuda.BytesOf(a)})
+		l := cuda.Launch{Function: x.messages, Grid: [3]uint32{grid, 1, 1}, Block: [3]uint32{messageThreads, 1, 1}, Flags: p.e.flags, Args: cuda.BytesOf(a)}
+		if !fromAny && !slices.Contains(large[:a.groupCount], true) {
+			l.Function, l.Block[0] = x.few, fewMessageThreads
+		}
+		p.batch.Launch(0, l)
 	}
 	if m.Begun != nil {
 		m.Begun()

@@ -6,13 +6,14 @@ import "structs"
 
 // Messages between two ranks.
 const (
-	messageThreads   = 256       // of a block
-	mostMessages     = 64        // of one launch
-	messageRate      = 350       // bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered
-	messageFault     = 1 << 31   // in part of a fault: it is a message's
-	anyRank          = 1<<32 - 1 // the peer of a receive from any rank, and of its fault
-	messageItemBytes = 64        // of what the blocks of a group do together: its packets, and room
-	stagingSlots     = 2         // of each block and rank, for chunks of messages that the receiver cannot read at their sender
+	messageThreads    = 256       // of a block
+	fewMessageThreads = 192       // of a block of a launch whose messages are all small: one look at 8 KiB
+	mostMessages      = 64        // of one launch
+	messageRate       = 350       // bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered
+	messageFault      = 1 << 31   // in part of a fault: it is a message's
+	anyRank           = 1<<32 - 1 // the peer of a receive from any rank, and of its fault
+	messageItemBytes  = 64        // of what the blocks of a group do together: its packets, and room
+	stagingSlots      = 2         // of each block and rank, for chunks of messages that the receiver cannot read at their sender
 )
 
 // Answers to a message, and its states. The number of the message is above these two bits.
@@ -117,7 +118,7 @@ type messagesArgs struct {
 	eagerBytes   int64
 	stagingBytes int64
 	payloadBytes int64
-	boxes        uint32
+	boxes        uint32 // a power of two
 	blocks       uint32 // that staging is laid out for
 	count        uint32 // of entries
 	groupCount   uint32

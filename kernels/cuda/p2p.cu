@@ -42,9 +42,9 @@ extern "C" __global__ void __launch_bounds__(SW_POINT_WAITERS, 1) p2p_signal(con
 	if (threadIdx.x != 0)
 		return;
 	u64 count = own_segment(a.world) + a.block.sent + semaphore_of(a, a.peer) * 8;
-	u64 number = load_relaxed_sys(count) + 1; // on its way while the fence waits
-	fence_acq_rel_sys();
+	u64 number = load_relaxed_sys(count) + 1;
 	store_relaxed_sys(count, number);
+	fence_acq_rel_sys();
 	store_relaxed_sys(segment(a.world, a.peer) + a.block.signals + semaphore_of(a, a.world.rank) * SW_LINE_BYTES,
 	                  number);
 }

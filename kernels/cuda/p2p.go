@@ -3,6 +3,7 @@ package cuda
 import (
 	"errors"
 	"fmt"
+	"math/bits"
 	"sync"
 	"time"
 
@@ -25,14 +26,15 @@ const (
 // points are the launches of one communicator between two ranks. It is a family. Launches on different streams run at the same time.
 type points struct {
 	*kernels.PointBounds
-	offset                       int64
-	move, signal, wait, messages cuda.Function
-	resident                     int           // blocks of messages that run at the same time
-	timeout                      time.Duration // of the last wait
-	args                         pointArgs
-	list                         messagesArgs // of the last messages
-	p                            *port        // of messages, nil before the first
-	senders                      sync.Mutex   // held by a launch without a stream until it has told whose messages it has received
+	offset             int64
+	move, signal, wait cuda.Function
+	messages, few      cuda.Function
+	resident           int           // blocks of messages that run at the same time
+	timeout            time.Duration // of the last wait
+	args               pointArgs
+	list               messagesArgs // of the last messages
+	p                  *port        // of messages, nil before the first
+	senders            sync.Mutex   // held by a launch without a stream until it has told whose messages it has received
 }
 
 func newPoints(b *kernels.PointBounds, offset int64) *points {
@@ -48,13 +50,14 @@ func (x *points) defaults(multiprocessors, free int) {
 		x.StagingBytes = min(max(fit, tileBytes), mostMessageStaging)
 	}
 	x.DefaultMessages()
+	x.Boxes = 1 << bits.Len(uint(x.Boxes-1)) // a box is found by a mask
 	x.ParkBytes = 0
 }
 
 func (x *points) members() int { return x.Size }
 
 func (x *points) check() error {
-	if c := x.PointBounds; c.Semaphores < 1 || c.Blocks < 1 || c.Boxes < 1 || c.EagerBytes < 0 || c.StagingBytes < kernels.LineBytes {
+	if c := x.PointBounds; c.Semaphores < 1 || c.Blocks < 1 || c.Boxes < 1 || c.Boxes&(c.Boxes-1) != 0 || c.EagerBytes < 0 || c.StagingBytes < kernels.LineBytes {
 		return fmt.Errorf("kernels: p2p: bounds %+v", *c)
 	}
 	return nil
@@ -129,7 +132,7 @@ var errAlso = fmt.Errorf("%w, or it has another size for a message", comm.ErrTim
 func (x *points) load(e *Engine) error {
 	err := e.loadModule("p2p", entry{"p2p_move", &x.move}, entry{"p2p_signal", &x.signal}, entry{"p2p_wait", &x.wait})
 	if err == nil {
-		err = e.loadModule("messages", entry{"p2p_messages", &x.messages})
+		err = e.loadModule("messages", entry{"p2p_messages", &x.messages}, entry{"p2p_few_messages", &x.few})
 	}
 	if err == nil {
 		x.resident, err = e.blocks(x.messages, messageThreads, 0)

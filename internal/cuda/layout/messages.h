@@ -10,6 +10,7 @@
 /* Messages between two ranks. */
 enum {
 	SW_MESSAGE_THREADS = 256, /* of a block */
+	SW_FEW_MESSAGE_THREADS = 192, /* of a block of a launch whose messages are all small: one look at 8 KiB */
 	SW_MOST_MESSAGES = 64, /* of one launch */
 	SW_MESSAGE_RATE = 350, /* bytes a nanosecond that the blocks of a message store over a link: links get slower where more is offered */
 	SW_MESSAGE_ITEM_BYTES = 64, /* of what the blocks of a group do together: its packets, and room */
@@ -86,7 +87,7 @@ struct sw_messages_args {
 	int64_t eager_bytes;
 	int64_t staging_bytes;
 	int64_t payload_bytes;
-	uint32_t boxes;
+	uint32_t boxes; /* a power of two */
 	uint32_t blocks; /* that staging is laid out for */
 	uint32_t count; /* of entries */
 	uint32_t group_count;

@@ -14,6 +14,8 @@
 namespace sw {
 
 constexpr u32 message_warps = SW_MESSAGE_THREADS / 32;
+// Of a block that has all messages of its launch, none of which is large, or of one that may lead others.
+template <bool few> constexpr u32 leader_threads = few ? SW_FEW_MESSAGE_THREADS : SW_MESSAGE_THREADS;
 
 struct messenger {
 	const sw_messages_args &a;
@@ -52,10 +54,11 @@ struct messenger {
 
 	__device__ __forceinline__ const sw_message_entry &entry(u32 i) const { return a.entries[first + i]; }
 
+	__device__ __forceinline__ u32 box_of(u64 number) const { return static_cast<u32>(number) & (a.boxes - 1); }
 	// The place of a message's word in a table by rank and box.
 	__device__ __forceinline__ u64 of_box(u64 table, u32 rank, u64 number, u64 bytes) const
 	{
-		return table + (rank * static_cast<u64>(a.boxes) + number % a.boxes) * bytes;
+		return table + (rank * static_cast<u64>(a.boxes) + box_of(number)) * bytes;
 	}
 	// The place of a block's line in a table by rank and block.
 	__device__ __forceinline__ u64 of_block(u64 table, u32 rank) const
@@ -135,18 +138,27 @@ struct leader_board {
 
 // ---- small messages, whose packets have the message's number for their flag --------------------------------------
 
-__device__ __forceinline__ void write_small(const messenger &m, const task &t)
+// Parts that are not aligned have functions of their own, so that others need not fetch their instructions.
+__device__ __noinline__ quad load_odd(u64 from, i64 left)
+{
+	quad q;
+	q.load_odd(from, left);
+	return q;
+}
+__device__ __noinline__ void store_odd(quad q, u64 to, i64 left) { q.store_odd(to, left); }
+
+template <bool few> __device__ __forceinline__ void write_small(const messenger &m, const task &t)
 {
 	const sw_message_entry &e = m.entry(t.entry);
 	u64 place = m.there + m.of_box(m.a.block.payload, m.world.rank, t.number, m.a.payload_bytes);
 	u32 flag = packet::flag(t.number), lane = threadIdx.x & 31;
-	for (u32 group = threadIdx.x / 32; group < packet_groups(e.bytes); group += message_warps) {
+	for (u32 group = threadIdx.x / 32; group < packet_groups(e.bytes); group += leader_threads<few> / 32) {
 		part p(place, e.address, e.bytes, group, lane);
 		quad q;
 		if (p.whole)
 			q.load(e.address + p.at, p.left);
 		else
-			q.load_odd(e.address + p.at, p.left);
+			q = load_odd(e.address + p.at, p.left);
 #pragma unroll
 		for (int k = 0; k < 4; k++)
 			q.put(p.wire, k, flag);
@@ -154,13 +166,13 @@ __device__ __forceinline__ void write_small(const messenger &m, const task &t)
 }
 
 // The header has come, so the packets are on their way. False when this thread has given them up.
-__device__ __forceinline__ bool read_small(const messenger &m, const task &t)
+template <bool few> __device__ __forceinline__ bool read_small(const messenger &m, const task &t)
 {
 	const sw_message_entry &e = m.entry(t.entry);
 	u64 place = m.here + m.of_box(m.a.block.payload, m.peer, t.number, m.a.payload_bytes);
 	u32 flag = packet::flag(t.number), lane = threadIdx.x & 31;
 	wait w;
-	for (u32 group = threadIdx.x / 32; group < packet_groups(e.bytes); group += message_warps) {
+	for (u32 group = threadIdx.x / 32; group < packet_groups(e.bytes); group += leader_threads<few> / 32) {
 		part p(place, e.address, e.bytes, group, lane);
 		quad q;
 		for (int k = 0; k < 4; k++)
@@ -172,7 +184,7 @@ __device__ __forceinline__ bool read_small(const messenger &m, const task &t)
 		if (p.whole)
 			q.store(e.address + p.at, p.left);
 		else
-			q.store_odd(e.address + p.at, p.left);
+			store_odd(q, e.address + p.at, p.left);
 	}
 	return true;
 }

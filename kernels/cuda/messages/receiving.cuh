@@ -6,8 +6,8 @@
 
 namespace sw {
 
-// Of the leader's first thread.
-struct receiving {
+// Of the leader's first thread. Of few messages none is large, and none from any rank.
+template <bool few> struct receiving {
 	messenger &m;
 	leader_board &b;
 	u64 *numbers; // not 0 when a receive is over
@@ -28,8 +28,9 @@ struct receiving {
 	// Once.
 	__device__ __forceinline__ void begin()
 	{
-		b.item = load_relaxed_sys(m.items()), b.alone = false;
-		if (m.turns)
+		if constexpr (!few)
+			b.item = load_relaxed_sys(m.items()), b.alone = false;
+		if (!few && m.turns)
 			turn = static_cast<u32>(load_relaxed_sys(turns()));
 	}
 
@@ -68,6 +69,9 @@ struct receiving {
 		b.low[m.peer] = low, b.early[m.peer] = early;
 	}
 
+	// The same of a message that nobody has received.
+	__device__ __noinline__ void pass(u64 n) { end(n); }
+
 	// Whether a message that this rank is not through with has been withdrawn: then its box may have another.
 	static __device__ __forceinline__ bool gone(u64 n, u64 state)
 	{
@@ -84,7 +88,7 @@ struct receiving {
 	__device__ __forceinline__ bool fits(u32 entry, u64 tag) const
 	{
 		const sw_message_entry &e = m.entry(entry);
-		return numbers[entry] == 0 && e.tag == tag && (e.peer == m.peer || e.peer == SW_ANY_RANK);
+		return numbers[entry] == 0 && e.tag == tag && (few || e.peer == m.peer || e.peer == SW_ANY_RANK);
 	}
 
 	// The first message of the peer that a receive waits for: its number, or 0. Messages come in the order of their
@@ -99,7 +103,7 @@ struct receiving {
 			if (last >= n)
 				continue;
 			if (gone(n, now)) {
-				end(n);
+				pass(n);
 				n = b.low[m.peer] - 1; // from the start
 				continue;
 			}
@@ -117,6 +121,8 @@ struct receiving {
 	// The same of any rank, to which the messenger has turned then. The rank of the last message comes last.
 	__device__ __forceinline__ u64 look(u32 &entry, letter &l)
 	{
+		if constexpr (few)
+			return find(entry, l);
 		u64 n = 0;
 		for (u32 k = 0, ranks = m.turns ? m.world.size : 1; n == 0 && k < ranks; k++) {
 			if (m.turns) {
@@ -139,7 +145,7 @@ struct receiving {
 	{
 		while (first < m.count && numbers[first] != 0)
 			first++;
-		if (first == m.count)
+		if (few || first == m.count)
 			return;
 		anyones = m.entry(first).peer == SW_ANY_RANK;
 		waited.control = m.control_of(m.entry(first).peer);
@@ -151,6 +157,8 @@ struct receiving {
 	// for a message again.
 	__device__ __forceinline__ bool patient(wait &w)
 	{
+		if constexpr (few)
+			return w.slow(m.world);
 		if (quiet == moved_looks) {
 			w.kind = SW_FAULT_TIMEOUT;
 			return false;
@@ -188,7 +196,7 @@ struct receiving {
 	}
 
 	// The ranks have different sizes for a message.
-	__device__ __forceinline__ void refuse(u32 i, u64 n, const letter &l)
+	__device__ __noinline__ void refuse(u32 i, u64 n, letter l)
 	{
 		u64 expected = static_cast<u64>(m.entry(i).bytes);
 		if (l.bytes <= static_cast<u64>(m.a.eager_bytes)) { // its sender is done with it
@@ -198,10 +206,10 @@ struct receiving {
 			store16_relaxed_sys(at, n, l.tag);
 			tell(n, SW_ANSWER_REFUSED, expected);
 		} else if (!answers(n, SW_ANSWER_REFUSED, expected)) {
-			end(n);
+			pass(n);
 			return;
 		}
-		end(n);
+		pass(n);
 		m.fail(SW_FAULT_MISMATCH, n, l.tag, l.bytes, expected);
 		over(i, n);
 	}
@@ -242,20 +250,24 @@ struct receiving {
 				wait_for_first();
 				continue;
 			}
-			if (l.bytes <= static_cast<u64>(m.a.eager_bytes))
+			if (few || l.bytes <= static_cast<u64>(m.a.eager_bytes))
 				return {deed::read, i, n, 0, 0, 0, m.peer, false};
-			u64 claims = m.counter(offsetof(sw_message_counters, claims));
-			u64 claim = load_relaxed_sys(claims) + 1;
-			u64 from = read_at(l.place);
-			u32 stripes = from != 0 ? 0 : m.blocks < l.blocks ? m.blocks : l.blocks; // 0: nothing is pushed
-			store_relaxed_sys(claims, claim);
-			if (!answers(n, SW_ANSWER_CLAIMED, claim << 8 | stripes)) {
-				end(n);
-				continue;
+			if constexpr (!few) {
+				u64 claims = m.counter(offsetof(sw_message_counters, claims));
+				u64 claim = load_relaxed_sys(claims) + 1;
+				u64 from = read_at(l.place);
+				u32 stripes = from != 0             ? 0 // nothing is pushed
+				              : m.blocks < l.blocks ? m.blocks
+				                                    : l.blocks;
+				store_relaxed_sys(claims, claim);
+				if (!answers(n, SW_ANSWER_CLAIMED, claim << 8 | stripes)) {
+					pass(n);
+					continue;
+				}
+				if (from == 0)
+					return {deed::drain, i, n, claim, 0, stripes, m.peer, left == 1};
+				return {deed::pull, i, n, claim, from, m.blocks, m.peer, left == 1};
 			}
-			if (from == 0)
-				return {deed::drain, i, n, claim, 0, stripes, m.peer, left == 1};
-			return {deed::pull, i, n, claim, from, m.blocks, m.peer, left == 1};
 		}
 		return {deed::end, 0, 0, 0, 0, 0, m.peer, true};
 	}
@@ -264,7 +276,7 @@ struct receiving {
 	__device__ __forceinline__ void carried(const task &t, bool good)
 	{
 		const sw_message_entry &e = m.entry(t.entry);
-		if (good && t.what != deed::read && gone(t.number, load_acquire_sys(state(t.number)))) {
+		if (!few && good && t.what != deed::read && gone(t.number, load_acquire_sys(state(t.number)))) {
 			m.fail(SW_FAULT_TIMEOUT, t.number, e.tag, e.bytes, 1);
 			good = false;
 		}
@@ -281,14 +293,14 @@ struct receiving {
 	}
 };
 
-__device__ __forceinline__ void receive(messenger &m, leader_board &b)
+template <bool few> __device__ __forceinline__ void receive(messenger &m, leader_board &b)
 {
-	for (u32 i = threadIdx.x; i < m.count; i += SW_MESSAGE_THREADS)
+	for (u32 i = threadIdx.x; i < m.count; i += leader_threads<few>)
 		b.numbers[i] = 0;
-	receiving r(m, b); // of the first thread
+	receiving<few> r(m, b); // of the first thread
 	if (threadIdx.x == 0)
 		r.begin();
-	for (u32 p = threadIdx.x; p < m.world.size; p += SW_MESSAGE_THREADS) {
+	for (u32 p = threadIdx.x; p < m.world.size; p += leader_threads<few>) {
 		pair64 counted = load16_relaxed_sys(r.counted(p));
 		b.low[p] = counted.a != 0 ? counted.a : 1, b.early[p] = counted.b;
 	}
@@ -301,13 +313,13 @@ __device__ __forceinline__ void receive(messenger &m, leader_board &b)
 		__syncthreads();
 		if (t.what == deed::end)
 			return;
-		if (m.turns)
+		if (!few && m.turns)
 			m.turn_to(t.peer);
 		const sw_message_entry &e = m.entry(t.entry);
-		bool good;
-		if (t.what == deed::read)
-			good = !__syncthreads_or(!read_small(m, t));
-		else
+		bool good = false;
+		if (few || t.what == deed::read)
+			good = !__syncthreads_or(!read_small<few>(m, t));
+		else if constexpr (!few)
 			good = carry_together(m, b,
 			                      {t.what, e.address, t.from, e.bytes, t.claim, t.stripes, t.peer, t.last});
 		if (threadIdx.x == 0)

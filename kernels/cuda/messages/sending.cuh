@@ -6,8 +6,8 @@
 
 namespace sw {
 
-// Of the leader's first thread.
-struct sending {
+// Of the leader's first thread. Of few messages none is large.
+template <bool few> struct sending {
 	const messenger &m;
 	leader_board &b; // its numbers are of large messages that are posted, until they are over
 	u64 *numbers;
@@ -30,10 +30,10 @@ struct sending {
 	{
 		static_assert(offsetof(sw_message_counters, heard) == offsetof(sw_message_counters, sent) + 8);
 		u64 at = m.here + m.a.block.complaints + m.peer * 2 * SW_LINE_BYTES;
-		b.item = load_relaxed_sys(m.items());
+		if constexpr (!few)
+			b.item = load_relaxed_sys(m.items()), b.alone = false;
 		pair64 counted = load16_relaxed_sys(m.counter(offsetof(sw_message_counters, sent)));
 		pair64 complaint = load16_acquire_sys(at);
-		b.alone = false;
 		sent = counted.a, end = m.count;
 		if (complaint.a > counted.b) {
 			tell_complaint(at, complaint);
@@ -75,7 +75,7 @@ struct sending {
 		for (u32 i = 0; open > 0 && i < posted; i++)
 			if (numbers[i] == before)
 				return false;
-		u64 box = n % m.a.boxes, over = before << SW_ANSWER_BITS | SW_ANSWER_TAKEN;
+		u64 box = m.box_of(n), over = before << SW_ANSWER_BITS | SW_ANSWER_TAKEN;
 		if (box < boxes_seen && b.answers[box] >= over)
 			return true;
 		return load16_acquire_sys(answer(n)).a >= over ||
@@ -171,22 +171,26 @@ struct sending {
 				const sw_message_entry &e = m.entry(i);
 				u64 n = ++sent;
 				store_relaxed_sys(m.counter(offsetof(sw_message_counters, sent)), n);
-				if (e.bytes <= m.a.eager_bytes) {
+				if (few || e.bytes <= m.a.eager_bytes) {
 					put_header(n, e);
 					return {deed::write, i, n, 0, 0, 0, m.peer, false};
 				}
-				fence_acq_rel_sys();
-				put_header(n, e);
-				numbers[i] = n;
-				open++;
-				w = wait();
+				if constexpr (!few) {
+					fence_acq_rel_sys();
+					put_header(n, e);
+					numbers[i] = n;
+					open++;
+					w = wait();
+				}
 			}
 			u32 before = open;
-			for (u32 i = 0; i < posted && open > 0; i++)
-				if (numbers[i] != 0 && look(i, t))
-					return t;
-			if (posted == end && static_cast<u32>(__popcll(read)) == open)
-				dismiss(m, b); // while the receivers read
+			if constexpr (!few) {
+				for (u32 i = 0; i < posted && open > 0; i++)
+					if (numbers[i] != 0 && look(i, t))
+						return t;
+				if (posted == end && static_cast<u32>(__popcll(read)) == open)
+					dismiss(m, b); // while the receivers read
+			}
 			if (posted == end && open == 0) {
 				if (leaves)
 					m.fail(why, 0, m.entry(late).tag, m.entry(late).bytes, 0);
@@ -194,7 +198,7 @@ struct sending {
 			}
 			if (open < before)
 				w = wait();
-			if (!w.slow(leaves ? leaving : m.world)) {
+			if (!w.slow(!few && leaves ? leaving : m.world)) {
 				leave(w.kind);
 				w = wait();
 			}
@@ -202,12 +206,12 @@ struct sending {
 	}
 };
 
-__device__ __forceinline__ void send(const messenger &m, leader_board &b)
+template <bool few> __device__ __forceinline__ void send(const messenger &m, leader_board &b)
 {
-	sending s(m, b); // of the first thread
-	for (u32 i = threadIdx.x; i < m.count; i += SW_MESSAGE_THREADS)
+	sending<few> s(m, b); // of the first thread
+	for (u32 i = threadIdx.x; i < m.count; i += leader_threads<few>)
 		b.numbers[i] = 0;
-	for (u32 i = threadIdx.x; i < m.a.boxes && i < boxes_seen; i += SW_MESSAGE_THREADS)
+	for (u32 i = threadIdx.x; i < m.a.boxes && i < boxes_seen; i += leader_threads<few>)
 		b.answers[i] = load16_acquire_sys(s.answer(i)).a;
 	if (threadIdx.x == 0)
 		s.begin();
@@ -220,16 +224,19 @@ __device__ __forceinline__ void send(const messenger &m, leader_board &b)
 		__syncthreads();
 		if (t.what == deed::end)
 			return;
-		if (t.what == deed::write) {
-			write_small(m, t);
+		if (few || t.what == deed::write) {
+			write_small<few>(m, t);
 			continue;
 		}
-		const sw_message_entry &e = m.entry(t.entry);
-		bool good = carry_together(m, b, {t.what, e.address, 0, e.bytes, t.claim, t.stripes, t.peer, t.last});
-		if (threadIdx.x == 0 && good)
-			s.over(t.entry);
-		else if (threadIdx.x == 0)
-			s.withdrawn(t.entry);
+		if constexpr (!few) {
+			const sw_message_entry &e = m.entry(t.entry);
+			bool good =
+			    carry_together(m, b, {t.what, e.address, 0, e.bytes, t.claim, t.stripes, t.peer, t.last});
+			if (threadIdx.x == 0 && good)
+				s.over(t.entry);
+			else if (threadIdx.x == 0)
+				s.withdrawn(t.entry);
+		}
 	}
 }
 

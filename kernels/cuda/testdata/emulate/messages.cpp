@@ -130,6 +130,7 @@ std::vector<emu::block *> start(const world &w, u32 r, const batch &b)
 	a->eager_bytes = eager, a->staging_bytes = chunk, a->payload_bytes = world::payload();
 	a->boxes = boxes, a->blocks = w.blocks;
 	u32 grid = 0;
+	bool few = true;
 	auto group = [&](u32 receives, u32 peer) {
 		bool large = false;
 		u32 first = a->count;
@@ -147,6 +148,7 @@ std::vector<emu::block *> start(const world &w, u32 r, const batch &b)
 		if (a->count > first) {
 			a->groups[a->group_count++] = {peer, receives, first, grid};
 			grid += large ? 1 + draw(w.blocks) : 1;
+			few = few && !large;
 		}
 	};
 	bool any = false;
@@ -158,9 +160,13 @@ std::vector<emu::block *> start(const world &w, u32 r, const batch &b)
 		group(1, p);
 	if (any)
 		group(1, SW_ANY_RANK);
+	few = few && !any && draw(4) != 0;
 	std::vector<emu::block *> all;
 	for (u32 id = 0; id < grid; id++)
-		all.push_back(launch(r, id, grid, SW_MESSAGE_THREADS, 0, [a] { p2p_messages(*a); }));
+		if (few)
+			all.push_back(launch(r, id, grid, SW_FEW_MESSAGE_THREADS, 0, [a] { p2p_few_messages(*a); }));
+		else
+			all.push_back(launch(r, id, grid, SW_MESSAGE_THREADS, 0, [a] { p2p_messages(*a); }));
 	return all;
 }
 

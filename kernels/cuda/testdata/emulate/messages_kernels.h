@@ -4,5 +4,6 @@
 #include "../../internal/cuda/layout/messages.h"
 
 #define SW_MESSAGE_THREADS 64
+#define SW_FEW_MESSAGE_THREADS 32
 
 #include "messages.cu"
