@@ -121,6 +121,11 @@ func (b *Buffer) PlaceOr(other int64) int64 {
 	return other
 }
 
+// Overlaps reports whether two buffers share a byte.
+func (b *Buffer) Overlaps(o *Buffer) bool {
+	return b.Bytes > 0 && o.Bytes > 0 && b.Ptr < o.Ptr+uintptr(o.Bytes) && o.Ptr < b.Ptr+uintptr(b.Bytes)
+}
+
 // Schedule is how a rank does its part of an exchange. It is local: peers need not agree on any of it. The zero value works,
 // and an engine passes over what it does not have.
 type Schedule struct {

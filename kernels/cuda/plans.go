@@ -183,14 +183,9 @@ func (x *reductions) addPlan(p *port, a *kernels.Reduction) {
 	if a.Plan.Read[me] && !a.Src.Reach && a.Src.Bytes > 0 {
 		args.reduce.srcPlace = nowhere
 	}
-	if a.Plan.Written[me] && !a.Dst.Reach && a.Dst.Bytes > 0 || overlap(&a.Src, &a.Dst) {
+	if a.Plan.Written[me] && !a.Dst.Reach && a.Dst.Bytes > 0 || a.Src.Overlaps(&a.Dst) {
 		args.reduce.dstPlace = nowhere
 	}
 	p.batch.Launch(0, cuda.Launch{Function: x.interpreter.run, Grid: [3]uint32{uint32(a.Blocks), 1, 1}, Block: [3]uint32{planThreads, 1, 1},
 		Flags: p.e.flags, Args: cuda.BytesOf(args)})
-}
-
-// overlap reports whether two buffers share memory.
-func overlap(a, b *kernels.Buffer) bool {
-	return a.Bytes > 0 && b.Bytes > 0 && a.Ptr < b.Ptr+uintptr(b.Bytes) && b.Ptr < a.Ptr+uintptr(a.Bytes)
 }

@@ -51,7 +51,7 @@ func (w *world) open(t testing.TB) {
 }
 
 func buffer(b []byte, place int64) kernels.Buffer {
-	return kernels.Buffer{Mem: b, Bytes: int64(len(b)), Place: place, Reach: place >= 0}
+	return kernels.Buffer{Mem: b, Ptr: shm.Addr(b), Bytes: int64(len(b)), Place: place, Reach: place >= 0}
 }
 
 // rotation is the order of the built-in algorithms.

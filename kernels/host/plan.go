@@ -1,7 +1,6 @@
 package host
 
 import (
-	"github.com/switchyard-moe/switchyard/internal/shm"
 	"github.com/switchyard-moe/switchyard/kernels"
 	"github.com/switchyard-moe/switchyard/kernels/plan"
 )
@@ -29,7 +28,7 @@ func (x *reducing) planned() error {
 	}
 	r.piece = x.c.Plans.SlotBytes / a.Call.DType.Size()
 	r.copied[plan.Input] = p.Read[x.me] && !a.Src.Reach
-	r.copied[plan.Output] = p.Written[x.me] && !a.Dst.Reach || overlap(a.Src.Mem, a.Dst.Mem)
+	r.copied[plan.Output] = p.Written[x.me] && !a.Dst.Reach || a.Src.Overlaps(&a.Dst)
 	src, dst := a.Src.PlaceOr(-1), a.Dst.PlaceOr(-1)
 	if r.copied[plan.Input] {
 		src = -1
@@ -58,15 +57,6 @@ func (x *reducing) planned() error {
 			return err
 		}
 	}
-}
-
-// overlap reports whether two buffers share memory.
-func overlap(a, b []byte) bool {
-	if len(a) == 0 || len(b) == 0 {
-		return false
-	}
-	p, q := shm.Addr(a), shm.Addr(b)
-	return p < q+uintptr(len(b)) && q < p+uintptr(len(a))
 }
 
 // exposeInput copies this part of the input to staging if others read it there.

@@ -48,7 +48,7 @@ func (s *segments) word(rank int, off int64) *uint64 { return &shm.View[uint64](
 
 // buffer is b as an operation gets it, at a place of its rank's segment or at -1.
 func buffer(b []byte, place int64) kernels.Buffer {
-	return kernels.Buffer{Mem: b, Bytes: int64(len(b)), Place: place, Reach: place >= 0}
+	return kernels.Buffer{Mem: b, Ptr: shm.Addr(b), Bytes: int64(len(b)), Place: place, Reach: place >= 0}
 }
 
 // calls are calls that all ranks make, one behind the other, for explore.Schedules.
