@@ -17,12 +17,12 @@ GARBAGE = float("nan")
 
 def interpretable() -> None:
     """Let loops of the interpreter take bounds that it has loaded: numpy 2.4 refuses what Triton 3.4 does there. And have a
-    clock, which is an instruction of the GPU."""
+    clock and a vote, which are instructions of the GPU."""
     from triton.runtime import interpreter
 
-    from switchyard.layers import waits
+    import switchyard.triton as st
 
-    waits.now_ns = time.monotonic_ns
+    st._now_ns, st._any = time.monotonic_ns, lambda x: x != 0
 
     patch = interpreter._patch_lang_tensor
 
@@ -226,8 +226,27 @@ def lists_are_right(device: str) -> None:
         assert lists.room_of([len(c) for c in each], block) == max(firsts[-1], 1) * block
 
 
+def waits_end(device: str) -> None:
+    """A wait for rows, or for their numbers, ends when they are there, when none comes any more, and when the dispatch has
+    ended. None is made where a number is not known."""
+    from triton_compiles import landings
+
+    word = lambda *n: torch.tensor(n, dtype=torch.int32, device=device)  # noqa: E731
+    for landed, counts, over, patience, left in (
+        ((1, 0, 3, 2), (1, 0, 3, 2), 0, 1 << 40, None),
+        ((1, 0, 2, 2), (1, 0, 3, 2), 0, 1 << 20, (0, 0, 3, 0)),
+        ((1, 0, 2, 2), (1, 0, 3, 2), 1, 1 << 40, (0, 0, 3, 0)),
+        ((1, 0, 3, 2), (1, 0, -1, 2), 0, 1 << 20, (0, 0, 0, 0)),
+        ((1, 0, 3, 2), (1, 0, -1, 2), 1, 1 << 40, (0, 0, 0, 0)),
+    ):
+        failed, out = word(0), word(7, 7, 7, 7)
+        landings[(1,)](0, word(*landed), word(*counts), word(over), failed, out, patience, E=4)
+        assert (failed.tolist(), out.tolist()) == ([0 if left is None else 1], list(left or (0, 0, 0, 0))), (landed, counts)
+
+
 def main(device: str) -> None:
     lists_are_right(device)
+    waits_end(device)
     if device == "cpu":
         tokens(device, torch.float32, 32, 48, 30, 5, 1e-5)
         by_expert(device, torch.float32, 32, 48, 1e-5)

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 import switchyard.triton as st
+from switchyard.layers import waits
 
 
 @triton.jit
@@ -38,6 +39,34 @@ def products(world, x, out, count, WAITS: tl.constexpr):
         rows = tl.load(x + i * 4096 + k)
         sums = tl.dot(rows, rows, sums)
     tl.store(out + k, sums)
+
+
+@triton.jit
+def landings(world, landed, counts, over, failed, out, count, E: tl.constexpr):
+    """The waits of layers: for rows of each expert, as far as their numbers are known."""
+    e = tl.arange(0, E)
+    many = waits.await_counts(counts, e, e < E, over, failed, count)
+    tl.store(out + e, many)
+    for expert in range(0, waits.unless(failed, E)):
+        if waits.await_rows(landed, counts, expert, over, failed, count):
+            tl.store(out + expert, 0)
+
+
+def alone(ptx: str) -> list[str]:
+    """The branches that depend on what a thread has read by itself: the time, or words that others may write meanwhile. What
+    one thread reads for all goes through shared memory, and a vote is that of all."""
+    read: set[str] = {"%globaltimer"}
+    steps = []
+    for line in ptx.splitlines():
+        guard, rest = re.fullmatch(r"\s*(?:@!?(%p\d+))?(.*?)(?://.*)?", line).groups()
+        names = re.findall(r"%[a-z]+\d*|\bmine\b|\bany\b", rest)
+        if names and not re.match(r"\s*(st|bar|ld\.shared|\.reg)\b", rest):
+            steps.append((names[0], {guard, *names[1:]}, "ld.global" in rest or "ld.volatile.global" in rest))
+    known = -1
+    while len(read) != known:
+        known = len(read)
+        read.update(into for into, sources, loads in steps if loads or read & sources)
+    return [line for line in ptx.splitlines() if (m := re.match(r"\s*@!?(%p\d+)\s+bra", line)) and m[1] in read]
 
 
 def example() -> Any:
@@ -78,9 +107,13 @@ def main() -> None:
     for kind in ("i1", "i8", "fp8e5", "fp16", "fp32", "i64"):
         ptx = code(blocks, {"out": "*" + kind, "x": "*" + kind}, 90, 4, SIZE=2048)
         assert re.search(r"st\.global\.v[248]", ptx), f"stores of {kind} are not wide"
-    for waits in (0, 1):
-        ptx = code(products, {"x": "*fp16", "out": "*fp32"}, 90, 4, WAITS=waits)
-        assert ("cp.async" in ptx) == (not waits), "loads come before the wait that is in front of them"
+    for wait in (0, 1):
+        ptx = code(products, {"x": "*fp16", "out": "*fp32"}, 90, 4, WAITS=wait)
+        assert ("cp.async" in ptx) == (not wait), "loads come before the wait that is in front of them"
+    for warps in (1, 4):
+        ptx = code(landings, dict.fromkeys(("landed", "counts", "over", "failed", "out"), "*i32"), 90, warps, E=8)
+        assert "bra" in ptx
+        assert not alone(ptx)
 
 
 if __name__ == "__main__":

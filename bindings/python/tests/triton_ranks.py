@@ -163,7 +163,6 @@ def now_ns() -> int:
 def main() -> None:
     interpretable()
     st._now_ns, st._LOOK_EVERY = now_ns, 1
-    st._any = lambda x: x != 0
     st._publish = lambda at, word: tl.atomic_xchg(at.to(tl.pointer_type(tl.int64)), word, sem="release", scope="sys")
     context = multiprocessing.get_context("fork")  # so that the memory has the same addresses
     for test, timeout in ((gathers, 120), (faults, 0.5)):
