@@ -66,7 +66,7 @@ type dispatchBlock struct {
 	begins       place // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
 	dones        place // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
 	slotCounts   place // [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch
-	rankTotals   place // [2][size][size]: rows of each rank for each rank, as above
+	rankTotals   place // [size][size]: rows of each rank for each rank, as above
 	blockCounts  place // [blocks][size]: rows of this rank's blocks for each rank, as above
 	blockSlots   place // [blocks][slots]: choices of this rank's blocks for each slot, as above
 	made         place // [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows
@@ -93,7 +93,7 @@ func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, noteStride, 
 	b.begins, at = at, at+2*size*lineBytes
 	b.dones, at = at, kernels.AlignUp(at+2*size*dispatchMaxBlocks*16, kernels.LineBytes)
 	b.slotCounts, at = at, kernels.AlignUp(at+2*size*slots*8, kernels.LineBytes)
-	b.rankTotals, at = at, kernels.AlignUp(at+2*size*size*8, kernels.LineBytes)
+	b.rankTotals, at = at, kernels.AlignUp(at+size*size*8, kernels.LineBytes)
 	b.blockCounts, at = at, kernels.AlignUp(at+dispatchMaxBlocks*size*8, kernels.LineBytes)
 	b.blockSlots, at = at, kernels.AlignUp(at+dispatchMaxBlocks*slots*8, kernels.LineBytes)
 	b.made, at = at, kernels.AlignUp(at+size*((maxTokens+dispatchWindow-1)/dispatchWindow)*8, kernels.LineBytes)

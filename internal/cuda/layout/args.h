@@ -259,7 +259,7 @@ struct sw_dispatch_block {
 	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
 	uint64_t dones; /* [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there */
 	uint64_t slot_counts; /* [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch */
-	uint64_t rank_totals; /* [2][size][size]: rows of each rank for each rank, as above */
+	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, as above */
 	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, as above */
 	uint64_t block_slots; /* [blocks][slots]: choices of this rank's blocks for each slot, as above */
 	uint64_t made; /* [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows */
@@ -520,7 +520,7 @@ static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int
 	b.slot_counts = at;
 	at = (at + 2 * size * slots * 8 + 128 - 1) / 128 * 128;
 	b.rank_totals = at;
-	at = (at + 2 * size * size * 8 + 128 - 1) / 128 * 128;
+	at = (at + size * size * 8 + 128 - 1) / 128 * 128;
 	b.block_counts = at;
 	at = (at + SW_DISPATCH_MAX_BLOCKS * size * 8 + 128 - 1) / 128 * 128;
 	b.block_slots = at;

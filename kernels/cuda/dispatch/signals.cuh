@@ -5,7 +5,9 @@
 // All kernels of MoE dispatch call this. It touches the parts of struct sw_dispatch_block that are named so: begins and
 // dones by peers, and words that carry the call's number. A line has one writer. Lines and words of begins, dones and
 // counts of slots exist for even and odd calls: a rank may begin the next call while a peer still reads those of this
-// one, but not the call after, since it waits for every peer in every call.
+// one, but not the call after, since it waits for every peer in every call. Rows of ranks for ranks exist once: a rank
+// tells those of a call behind await_room for all peers. By then each peer has begun the call, or a combine in front of
+// it, so its kernels of the dispatch before have ended, also the one that tells the host.
 #pragma once
 
 #include "masks.cuh"
@@ -55,10 +57,9 @@ __device__ __forceinline__ u64 slot_count(const sw_dispatch_args &a, u32 dst, u3
 }
 
 // How many rows src has for dst, where a rank looks.
-__device__ __forceinline__ u64 rank_total(const sw_dispatch_args &a, u32 rank, u32 src, u32 dst, u64 epoch)
+__device__ __forceinline__ u64 rank_total(const sw_dispatch_args &a, u32 rank, u32 src, u32 dst)
 {
-	return segment(a.world, rank) + a.state.rank_totals +
-	       (((epoch & 1) * a.world.size + src) * a.world.size + dst) * 8;
+	return segment(a.world, rank) + a.state.rank_totals + (static_cast<u64>(src) * a.world.size + dst) * 8;
 }
 
 // Next to a number of rows of a block or rank: a choice of its tokens is no expert.

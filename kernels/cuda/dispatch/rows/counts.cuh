@@ -4,7 +4,7 @@
 // and writes the memory that host and device share.
 #pragma once
 
-#include "../signals.cuh"
+#include "receiver.cuh"
 
 namespace sw {
 
@@ -31,8 +31,8 @@ struct counts_teller {
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
 			u32 src = i / n, d = i - src * n, rows;
-			good &= await_number(a, rank_total(a, me, src, d, epoch), epoch, src, rows) &&
-			        (rows & some_wrong) == 0;
+			good &=
+			    await_number(a, rank_total(a, me, src, d), epoch, src, rows) && (rows & some_wrong) == 0;
 			atomicAdd(&b.total[d], rows);
 			if (d == me)
 				b.from[src] = rows;
@@ -47,7 +47,7 @@ struct counts_teller {
 	{
 		if (!add_totals())
 			return;
-		u32 n = a.world.size, gone = 0, *counts = mapped_words(a, 0), *offsets = mapped_words(a, a.local);
+		u32 n = a.world.size, gone = 0, *counts = mapped_words(a, 0);
 		bool good = true;
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < a.local; i += blockDim.x) {
@@ -56,20 +56,8 @@ struct counts_teller {
 			                        [&](u32, u32 rows) { total += rows; });
 			counts[i] = total;
 		}
-		if (threadIdx.x <= n) {
-			u32 at = 0;
-#pragma unroll 1
-			for (u32 src = 0; src < threadIdx.x; src++)
-				at += a.send.offset_base != 0 ? static_cast<u32>(a.send.offset_base) : b.from[src];
-			offsets[threadIdx.x] = at;
-			if (threadIdx.x < n)
-				offsets[n + 1 + threadIdx.x] = b.from[threadIdx.x];
-		}
-		__threadfence_system();
-		if (__syncthreads_or(!good) || threadIdx.x != 0)
-			return;
-		fence_acq_rel_sys();
-		store_relaxed_sys(a.send.mapped, a.send.ticket);
+		if (!__syncthreads_or(!good))
+			tell_host(a, b.from, threadIdx.x <= n ? first_row(a, b.from, threadIdx.x) : 0);
 	}
 };
 

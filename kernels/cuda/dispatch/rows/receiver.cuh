@@ -1,7 +1,7 @@
 // The second half of a dispatch of many tokens.
 //
-// dispatch_rows, dispatch_receive, experts_take and dispatch_few call this. It reads the words of signals.cuh and
-// writes the caller's counts and the handle's arrived.
+// dispatch_rows, dispatch_receive, experts_take and dispatch_few call this, and dispatch_counts for what the host
+// hears. It reads the words of signals.cuh and writes the caller's counts and the handle's arrived.
 #pragma once
 
 #include "../routing.cuh"
@@ -12,6 +12,34 @@ namespace sw {
 struct receive_board {
 	u32 sum[SW_MAX_RANKS];
 };
+
+// The first of a rank's rows in an output by token, where `from` says how many each rank has there; for the number of
+// ranks one behind the last.
+__device__ __forceinline__ u32 first_row(const sw_dispatch_args &a, const u32 *from, u32 rank)
+{
+	u32 at = 0;
+#pragma unroll 1
+	for (u32 src = 0; src < rank; src++)
+		at += a.send.offset_base != 0 ? static_cast<u32>(a.send.offset_base) : from[src];
+	return at;
+}
+
+// Tells the host where the rows of each rank are in an output by token, and that all its numbers are there. Those
+// before are written. A thread has the first row of its rank. All threads of a block.
+__device__ __forceinline__ void tell_host(const sw_dispatch_args &a, const u32 *from, u32 first)
+{
+	u32 n = a.world.size, *mapped = mapped_words(a, a.local);
+	if (threadIdx.x <= n)
+		mapped[threadIdx.x] = first;
+	if (threadIdx.x < n)
+		mapped[n + 1 + threadIdx.x] = from[threadIdx.x];
+	__threadfence_system();
+	__syncthreads();
+	if (threadIdx.x == 0) {
+		fence_acq_rel_sys();
+		store_relaxed_sys(a.send.mapped, a.send.ticket);
+	}
+}
 
 // The second half of a dispatch, by the threads of one block: waits for all blocks of all ranks, and leaves what the
 // caller and later calls want to know. Token-major outputs are whole then.
@@ -76,31 +104,15 @@ struct rows_receiver {
 	// Where the rows of each rank are in a token-major output.
 	__device__ __forceinline__ void publish_ranks()
 	{
-		u32 n = a.world.size;
-		u32 *mapped = mapped_words(a, a.local);
-		if (threadIdx.x <= n) {
-			u32 at = 0;
-#pragma unroll 1
-			for (u32 src = 0; src < threadIdx.x; src++)
-				at += a.send.offset_base != 0 ? static_cast<u32>(a.send.offset_base) : sum[src];
-			a.out.offsets[threadIdx.x] = at;
-			if (mapped != nullptr)
-				mapped[threadIdx.x] = at;
-		}
+		u32 n = a.world.size, first = threadIdx.x <= n ? first_row(a, sum, threadIdx.x) : 0;
+		if (threadIdx.x <= n)
+			a.out.offsets[threadIdx.x] = first;
 		if (threadIdx.x < n) {
 			a.out.rank_counts[threadIdx.x] = sum[threadIdx.x];
 			state::arrived(a)[threadIdx.x] = sum[threadIdx.x];
-			if (mapped != nullptr)
-				mapped[n + 1 + threadIdx.x] = sum[threadIdx.x];
 		}
-		if (mapped == nullptr)
-			return;
-		__threadfence_system();
-		__syncthreads();
-		if (threadIdx.x == 0) {
-			fence_acq_rel_sys();
-			store_relaxed_sys(a.send.mapped, a.send.ticket);
-		}
+		if (a.send.mapped != 0)
+			tell_host(a, sum, first);
 	}
 };
 

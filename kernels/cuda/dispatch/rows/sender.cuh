@@ -132,7 +132,7 @@ struct rows_sender {
 		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
 			u32 p = i / n, d = i - p * n;
 			store_relaxed_sys(
-			    rank_total(a, p, a.world.rank, d, epoch),
+			    rank_total(a, p, a.world.rank, d),
 			    numbered(epoch, (b.before[d] + b.sent[d]) | b.wrong | (b.bad != 0 ? some_wrong : 0)));
 		}
 	}
@@ -231,7 +231,7 @@ struct rows_sender {
 #pragma unroll 1
 		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
 			u32 src = i / n, d = i - src * n, rows;
-			if (!await_number(a, rank_total(a, a.world.rank, src, d, epoch), epoch, src, rows)) {
+			if (!await_number(a, rank_total(a, a.world.rank, src, d), epoch, src, rows)) {
 				good = false;
 				continue;
 			}
