@@ -28,8 +28,8 @@ type Tokens struct {
 	// Offsets and RankCounts have, all 0 if the dispatch is given up before that is known. They are there with the dispatch, also in a graph,
 	// and stay when the handle is released. Expert-major layouts have them, on a GPU without Options.HostCounts.
 	Numbers memory.View
-	// Taken says that Handle.CopyTo with Result.AtOnce follows when the host knows the counts: rows are told of while others are on their way,
-	// which costs the call a little.
+	// Taken says that Handle.CopyTo follows, with nothing between the two on the stream: the copy may take rows while others are on their way.
+	// They are told of as they come then, which costs the call a little. Halves have nothing of it.
 	Taken bool
 }
 
@@ -96,8 +96,9 @@ func (d *Dispatcher) dispatch(s device.Stream, t Tokens, phase kernels.Phase, in
 	l := d.op(kernels.OpDispatch, h)
 	l.dispatch = kernels.Dispatch{
 		DispatchCall: d.launchOf(l.kind, h), X: d.own(t.X), Scales: d.own(t.Scales), Experts: d.own(t.Experts), Weights: d.own(t.Weights),
-		Ticket: h.ticket, Numbers: d.own(t.Numbers), Taken: t.Taken,
+		Ticket: h.ticket, Numbers: d.own(t.Numbers), Taken: t.Taken && phase == kernels.Both && into == nil,
 	}
+	h.taken = l.dispatch.Taken
 	l.dispatch.Note.Payload = t.X.Len()
 	var routing *Routing
 	if into != nil {

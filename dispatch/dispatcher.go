@@ -215,7 +215,7 @@ func (d *Dispatcher) op(kind kernels.DispatchOp, h *Handle) *op {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	o.kind, o.handle = kind, h
-	h.fresh = kind == kernels.OpDispatch || h.fresh && kind == kernels.OpResults
+	h.taken = false
 	h.users++
 	return o
 }

@@ -13,3 +13,6 @@ func (d *Dispatcher) FailsLate(err error, handles ...*Handle) error {
 
 // DefaultAlign is Align where nothing is said.
 func (o *Options) DefaultAlign() int { return o.defaultAlign() }
+
+// Taken reports whether the next launch with h, if it is a copy, may take rows as they come.
+func (h *Handle) Taken() bool { return h.taken }

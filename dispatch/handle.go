@@ -28,7 +28,7 @@ type Handle struct {
 	routing *Routing // by which its calls go; nil: its own dispatch
 	ticket  uint64
 	alive   bool
-	fresh   bool  // only copies have come behind its dispatch
+	taken   bool  // the next launch with it is the copy that its dispatch was told of
 	users   int   // launches that have not run yet
 	half    *op   // the second half of a call that has had its first
 	err     error // why the dispatch failed
@@ -233,7 +233,7 @@ func (d *Dispatcher) take(tokens int) (*Handle, error) {
 	}
 	d.ticket++
 	h.memory, h.tokens, h.local, h.ticket, h.err, h.alive = free, tokens, d.local, d.ticket, nil, true
-	h.lost, h.routing, d.holders[h.memory] = false, nil, h
+	h.lost, h.taken, h.routing, d.holders[h.memory] = false, false, nil, h
 	h.turn, h.rowsTurn = 0, 0
 	if d.options.HostCounts && h.counts.Offsets == nil {
 		local, groups := d.bounds.Local(d.bounds.Rank), d.bounds.Groups(d.bounds.Rank)

@@ -23,9 +23,6 @@ type Result struct {
 	// From is other memory of the heap's device, which the same launch copies to To, of that size: the choices of the tokens for example, so
 	// that their owner may change them when the copy is complete.
 	From, To memory.View
-	// AtOnce says that the caller has put nothing on the stream since the dispatch, whose counts HostCounts has told: the copy may then take
-	// rows while others are on their way.
-	AtOnce bool
 }
 
 // CopyTo copies what a dispatch has left to memory of the heap's device, with one launch, and returns the routing if that is wanted. The
@@ -43,12 +40,14 @@ func (h *Handle) CopyTo(s device.Stream, to Result) (*Routing, error) {
 	if err := to.sized(); err != nil {
 		return nil, err
 	}
+	taken := h.taken
 	l := d.op(kernels.OpResults, h)
 	routing, err := d.results(&l.results, h, &to, false)
 	if err != nil {
 		d.recycle(l)
 		return nil, err
 	}
+	l.results.Taken = taken
 	if err := d.launch(s, l, kernels.Both); err != nil {
 		return nil, err
 	}
@@ -79,8 +78,7 @@ func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result, before b
 	m, v, routed, rows := d.bounds, h.ofDispatch(), h.routed(), int64(to.Length)
 	*r = kernels.Results{
 		Launched: kernels.Launched{Note: kernels.Note{Payload: -1, Alone: true}}, Handle: h.memory, Failed: h.err != nil,
-		Rows: d.own(routed.offsets.Slice(routed.offsets.Len()-4, 4)), Blocks: d.options.MaxSMs,
-		AtOnce: to.AtOnce && h.fresh,
+		Rows: d.own(routed.offsets.Slice(routed.offsets.Len()-4, 4)), Blocks: d.options.MaxSMs, Tokens: h.tokens,
 	}
 	words := int64(m.ScaleWords())
 	scales := kernels.ResultPart{Row: 4 * words}

@@ -196,3 +196,40 @@ func TestF3_ResultsOfADispatchThatFailedAreNone(t *testing.T) {
 		require.ErrorIs(r, err, comm.ErrClosed)
 	})
 }
+
+// Rows are taken as they come by the first copy behind a dispatch that was told of it, and by no other: something may be between the two.
+func TestTheCopyRightBehindADispatchTakesRows(t *testing.T) {
+	local(t, 1, func(r *rank) {
+		d := r.dispatcher(small(dispatch.Options{Handles: 1}))
+		x, idx, weights := smallBatch(r, 2)
+		tokens := r.tokens(x, idx, weights)
+		counts := func(h *dispatch.Handle) {
+			_, err := h.CopyTo(nil, dispatch.Result{Counts: r.untouched(h.Counts().Len())})
+			require.NoError(r, err)
+		}
+		for _, taken := range []bool{true, false} {
+			tokens.Taken = taken
+			h, err := d.Dispatch(nil, tokens)
+			require.NoError(r, err)
+			require.Equal(r, taken, h.Taken())
+			counts(h)
+			require.False(r, h.Taken(), "of two copies the second is not right behind the dispatch")
+			h.Release()
+		}
+		tokens.Taken = true
+		h, err := d.Dispatch(nil, tokens)
+		require.NoError(r, err)
+		require.NoError(r, d.Combine(nil, r.empty(2), h.Rows(), h, plain))
+		require.False(r, h.Taken(), "a combine is between")
+		h.Release()
+		h, err = d.DispatchSend(nil, tokens)
+		require.NoError(r, err)
+		require.NoError(r, d.DispatchReceive(nil, h))
+		require.False(r, h.Taken(), "halves")
+		h.Release()
+		h, _, err = d.DispatchTo(nil, tokens, dispatch.Result{Counts: r.untouched(16)})
+		require.NoError(r, err)
+		require.False(r, h.Taken(), "the copy is a part of the call")
+		h.Release()
+	})
+}

@@ -352,7 +352,7 @@ type Dispatch struct {
 	// also there, which are 0 if the dispatch is given up before they are known. In expert-major layouts only, and not for an OpRedispatch.
 	// An engine whose handles have Mapped may ignore it on a GPU.
 	Numbers Buffer
-	// Taken says that Results with AtOnce follow: rows are told of while others are on their way, which costs a little.
+	// Taken says that Results that are Taken, too, are the next launch: rows are told of while others are on their way, which costs a little.
 	Taken bool
 	// Into, when set, are copied when the dispatch is complete, as a launch of their own would: of OpDispatch on a GPU, not in halves.
 	Into *Results

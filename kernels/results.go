@@ -27,9 +27,10 @@ type Results struct {
 	Handle int // of DispatchBounds.Handles
 	// Failed says that the dispatch is known to have failed. An engine also finds out by itself, until it has told the failure.
 	Failed bool
-	// AtOnce says that nothing has been put on the stream since the dispatch, and no call with its handle has come behind it: the launch may
-	// begin while that runs, and take rows as they come.
-	AtOnce bool
+	// Taken says that the launch comes right behind its dispatch, which is Taken, too, and had Tokens: it may begin while that runs, and take
+	// rows as they come.
+	Taken  bool
+	Tokens int
 	// Rows is where the number of rows is: the last of the handle's Offsets, or of those of a routing.
 	Rows Buffer
 	// Parts has Count of them.

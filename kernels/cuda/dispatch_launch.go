@@ -186,11 +186,16 @@ func (l *dispatchCall) send(a dispatchArgs, quantises bool) error {
 	return nil
 }
 
-// sendByToken appends the kernel that sends rows by token, and where the host wants counts of a whole dispatch one next to it that tells of them
-// while rows cross. Without room for that, and with few rows, counts are told when the rows are there. taken says that a copy will take rows as they come.
+// tells reports whether a kernel next to the one that sends rows by token tells the host of counts, while rows cross: where the host wants those of
+// a whole dispatch. Without room for that, and with few rows, counts are told when the rows are there.
+func (l *dispatchCall) tells() bool {
+	return l.c.Op == kernels.OpDispatch && l.c.Phase == kernels.Both && l.h.Mapped.Bytes > 0 && l.p.e.flags&cuda.Programmatic != 0 &&
+		int64(l.c.Tokens)*l.m.RowBytes() >= dispatchTellBytes && l.blocks(l.k.byDefault) >= 2
+}
+
+// sendByToken appends the kernels that send rows by token, and tell of counts. taken says that a copy will take rows as they come.
 func (l *dispatchCall) sendByToken(a dispatchArgs, taken bool) error {
-	alone := int64(a.tokens)*int64(a.wireBytes) < dispatchTellBytes || l.blocks(l.k.byDefault) < 2 || l.p.e.flags&cuda.Programmatic == 0
-	if alone || a.send.ticket == 0 || a.send.mapped == 0 || l.c.Op != kernels.OpDispatch || l.c.Phase != kernels.Both {
+	if !l.tells() {
 		return l.send(a, l.m.Quantizes())
 	}
 	a.mode |= dispatchTold

@@ -10,11 +10,11 @@ import (
 
 // addResults appends the copy of what a dispatch has left. It begins when all before it on the stream has ended, or while the dispatch runs.
 func (x *dispatches) addResults(p *port, r *kernels.Results) error {
-	l, err := x.call(p, &kernels.DispatchCall{Op: kernels.OpDispatch, Handle: r.Handle, Blocks: r.Blocks, Phase: kernels.Both})
+	l, err := x.call(p, &kernels.DispatchCall{Op: kernels.OpDispatch, Handle: r.Handle, Tokens: r.Tokens, Blocks: r.Blocks, Phase: kernels.Both})
 	if err != nil {
 		return err
 	}
-	if r.AtOnce && l.takesBeside() {
+	if r.Taken && l.takesBeside() && l.tells() {
 		l.base.mode |= dispatchTold // a kernel in front has counted the call
 		return l.takeResults(&l.base, r)
 	}

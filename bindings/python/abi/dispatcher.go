@@ -165,6 +165,7 @@ func switchyard_dispatch(dispatcher, stream C.uint64_t, call *C.struct_switchyar
 
 // switchyard_deliver makes a new dispatch as switchyard_dispatch does. Where there is room for counts it waits for them: numbers as those of
 // switchyard_counts, one after the other. Where there are results it copies these as switchyard_results does; their Handle is this dispatch's.
+// Without them the caller's switchyard_results of the handle comes next on the stream: copies take rows as they come (dispatch.Tokens.Taken).
 // The handle's name and the place of its rows are in the call, on the host too, and no name where the results have released it. Again says
 // that wait was too short: for the dispatch if the call has no name, whose ticket is as for switchyard_dispatch, else for the counts. Then
 // nothing was copied. On a GPU a dispatch whose results are copied without a wait for counts is one call with the copy.
@@ -217,7 +218,7 @@ func switchyard_deliver(dispatcher, stream C.uint64_t, call *C.struct_switchyard
 		if r == nil {
 			return core.OK, nil
 		}
-		r.Handle, r.AtOnce = c.Made, 1
+		r.Handle = c.Made
 		return core.OK, copied(d, uintptr(stream), r, h, &c.Made)
 	})
 }

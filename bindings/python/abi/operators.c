@@ -482,7 +482,6 @@ static int64_t deliver(const torch_tensor *given, bool copies, const struct swit
 	if (left->code == 0 && !known) {
 		left->length = of->Whole ? d->MaxRows : counts[0];
 		r.Handle = call.Made;
-		r.AtOnce = 1; // nothing has come between on the stream
 		if (!room(of, &choices, left, made, &r))
 			left->code = AGAIN;
 		else if ((left->code = switchyard_results(d->Handle, stream, &r)) == 0)

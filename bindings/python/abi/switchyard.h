@@ -120,7 +120,7 @@ struct switchyard_result_call {
 	struct switchyard_buffer Rows, Scales, Indices, Weights, Sources, Counts, Offsets, RankCounts, Routing, From,
 	    To;
 	uint64_t Handle;
-	int64_t Length, Release, AtOnce;
+	int64_t Length, Release;
 	uint64_t Made;
 };
 

@@ -19,7 +19,6 @@ type ResultCall struct {
 	Handle   uint64
 	Length   int64
 	Release  int64 // not 0: give the handle back with the call
-	AtOnce   int64 // not 0: dispatch.Result.AtOnce
 	// Made is a result: the name of the routing, 0 without one.
 	Made uint64
 }
@@ -79,7 +78,7 @@ func (d *Dispatcher) Results(stream uintptr, c *ResultCall, h *Handle, put func(
 
 // result is the memory that a copy fills.
 func (d *Dispatcher) result(c *ResultCall) (dispatch.Result, error) {
-	to := dispatch.Result{Length: int(c.Length), AtOnce: c.AtOnce != 0}
+	to := dispatch.Result{Length: int(c.Length)}
 	for _, part := range [...]struct {
 		to   *memory.View
 		from Buffer

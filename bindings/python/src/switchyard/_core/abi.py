@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 18
+VERSION = 19
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
@@ -145,7 +145,7 @@ class ResultCall(Structure):
     _fields_ = [
         *((name, Buffer) for name in RESULTS),
         ("Handle", c_uint64),
-        *((name, c_int64) for name in ("Length", "Release", "AtOnce")),
+        *((name, c_int64) for name in ("Length", "Release")),
         ("Made", c_uint64),
     ]
 
@@ -223,7 +223,7 @@ def combine_call(
 
 def result_call(buffers: Sequence[int], handle: int, length: int, release: int) -> array[int]:
     """A ResultCall. buffers are addresses and bytes of RESULTS."""
-    return array("q", (*buffers, handle, length, release, 0, 0))
+    return array("q", (*buffers, handle, length, release, 0))
 
 
 def route_call(routing: int) -> array[int]:
