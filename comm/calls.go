@@ -356,6 +356,10 @@ func (g *Group) handle(from int, m message) (then func()) {
 		}
 	case kindWord:
 		g.post(r, m)
+	case kindRecall:
+		return g.recall(from, r, m.seq)
+	case kindRecalled:
+		g.recalled(r, m)
 	case kindLeave:
 		return g.lose(from, &failure{code: failLeft, culprit: from})
 	case kindFail:

@@ -51,6 +51,8 @@ func sampleMessages() []message {
 		{kind: kindData, op: opAllGather, gid: 7, seq: 2, poison: "too many"},
 		{kind: kindData, op: opSplit, gid: 7, seq: 3, data: make([]byte, 16)},
 		{kind: kindWord, gid: 7, seq: 1<<32 | 3, data: []byte("word")},
+		{kind: kindRecall, gid: 7, seq: 1<<32 | 3},
+		{kind: kindRecalled, gid: 7, seq: 1<<32 | 3, data: []byte{answerTaken}},
 		{kind: kindShrink, gid: 7, seq: 1, data: []byte{2}},
 		{kind: kindShrink, gid: 7, data: []byte{2}, decided: true},
 		{kind: kindFail, gid: 7, fail: &failure{code: failLost, culprit: 2, detail: "killed"}},

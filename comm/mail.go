@@ -15,9 +15,10 @@ type Mail struct {
 	number uint32
 
 	// Guarded by g.n.mu.
-	boxes  map[box][]message
-	news   chan struct{} // closed when a word has come, or none may come any more
-	closed bool
+	boxes    map[box][]message
+	recalled map[box]byte  // where words were taken back, the answer, which Recall has not returned
+	news     chan struct{} // closed when a word has come, or none may come any more
+	closed   bool
 }
 
 // box is where words wait.
@@ -42,7 +43,7 @@ func (g *Group) Mail() *Mail {
 	g.n.mu.Lock()
 	defer g.n.mu.Unlock()
 	g.lastMail++
-	m := &Mail{g: g, number: g.lastMail, boxes: make(map[box][]message), news: make(chan struct{})}
+	m := &Mail{g: g, number: g.lastMail, boxes: make(map[box][]message), recalled: make(map[box]byte), news: make(chan struct{})}
 	if m.closed = g.closed; !m.closed {
 		g.mails[m.number] = m
 	}
@@ -67,17 +68,69 @@ func (m *Mail) Send(peer int, topic uint32, data []byte, fds ...int) error {
 	if err != nil {
 		return fmt.Errorf("comm: send a word: %w", err)
 	}
-	w := message{kind: kindWord, gid: g.id, seq: uint64(m.number)<<32 | uint64(topic), data: bytes.Clone(data), fds: dups}
+	return m.send("send a word", peer, message{kind: kindWord, seq: m.seq(topic), data: bytes.Clone(data), fds: dups})
+}
+
+// seq is that of messages of a topic.
+func (m *Mail) seq(topic uint32) uint64 { return uint64(m.number)<<32 | uint64(topic) }
+
+// send sends a message to rank peer, or drops it.
+func (m *Mail) send(op string, peer int, w message) error {
+	g := m.g
+	w.gid = g.id
 	g.n.mu.Lock()
-	err = m.unreachable(peer)
+	err := m.unreachable(peer)
 	l := g.n.links[g.members[peer]]
 	g.n.mu.Unlock()
 	if err != nil {
 		w.drop()
-		return withOp(err, "send a word", 0)
+		return withOp(err, op, 0)
 	}
 	l.send(w)
 	return nil
+}
+
+// The answer to Recall is a byte, answerNone until it comes.
+const (
+	answerNone byte = iota
+	answerTaken
+	answerRecalled
+)
+
+// Recall takes back the words of a topic that this rank has sent to rank peer and that peer has not received; it closes their descriptors. They
+// are recalled, and peer will not receive them, or there were none any more. The process of peer answers by itself, whatever peer does. A rank
+// that has closed its Mail receives nothing more, so the words are recalled there.
+//
+// When ctx ends before the answer has come the error is that of [Mail.Receive], and another Recall waits for the same answer. The failure of
+// the group does not end it as long as the peer itself lives; where that does not, or has closed the group, the error is an [ErrPeerLost].
+func (m *Mail) Recall(ctx context.Context, peer int, topic uint32) (recalled bool, err error) {
+	const op = "take back a word"
+	if err := m.checks(op, peer); err != nil {
+		return false, err
+	}
+	of := box{peer, topic}
+	m.g.n.mu.Lock()
+	answer, asked := m.recalled[of]
+	m.recalled[of] = answer
+	m.g.n.mu.Unlock()
+	if !asked {
+		if err := m.send(op, peer, message{kind: kindRecall, seq: m.seq(topic)}); err != nil {
+			return false, err
+		}
+	}
+	err = m.await(ctx, op, peer, func() (news <-chan struct{}, err error) {
+		m.g.n.mu.Lock()
+		defer m.g.n.mu.Unlock()
+		if answer = m.recalled[of]; answer != answerNone {
+			delete(m.recalled, of)
+			return nil, nil
+		}
+		if err := m.unreachable(peer); err != nil {
+			return nil, withOp(err, op, 0)
+		}
+		return m.news, nil
+	})
+	return answer == answerRecalled, err
 }
 
 // Receive takes the next word of rank peer, and waits for it. When ctx ends first the error is a *PeerError with the rank, [ErrTimeout] at a
@@ -92,27 +145,41 @@ func (m *Mail) ReceiveLast(ctx context.Context, peer int, topic uint32) (Word, e
 	return m.receive(ctx, peer, topic, true)
 }
 
-func (m *Mail) receive(ctx context.Context, peer int, topic uint32, last bool) (Word, error) {
-	const op = "receive a word"
-	if err := m.checks(op, peer); err != nil {
-		return Word{}, err
+// Take is Receive that waits for nobody: ok is false where no word is there, and none of the errors is that of a context.
+func (m *Mail) Take(peer int, topic uint32) (w Word, ok bool, err error) {
+	if err := m.checks(opReceive, peer); err != nil {
+		return Word{}, false, err
 	}
-	from := box{peer, topic}
+	w, news, err := m.look(box{peer, topic}, false)
+	return w, err == nil && news == nil, err
+}
+
+const opReceive = "receive a word"
+
+func (m *Mail) receive(ctx context.Context, peer int, topic uint32, last bool) (w Word, err error) {
+	if err := m.checks(opReceive, peer); err != nil {
+		return w, err
+	}
+	err = m.await(ctx, opReceive, peer, func() (news <-chan struct{}, err error) {
+		w, news, err = m.look(box{peer, topic}, last)
+		return news, err
+	})
+	return w, err
+}
+
+// await looks until it finds something, an error, or nothing and ctx has ended. The news of look tells when to look again; none is an end.
+func (m *Mail) await(ctx context.Context, op string, peer int, look func() (news <-chan struct{}, err error)) error {
 	for over := false; ; {
-		w, news, err := m.look(from, last)
+		news, err := look()
 		switch {
-		case err != nil:
-			return Word{}, withOp(err, op, 0)
-		case w != nil && w.poison != "":
-			return Word{}, &PeerError{Rank: m.g.rank, Op: op, Err: errors.New(w.poison)}
-		case w != nil:
-			return Word{w.data, w.fds}, nil
+		case err != nil || news == nil:
+			return err
 		case over:
 			err = ctxErr(ctx)
 			if errors.Is(err, context.DeadlineExceeded) && !errors.Is(err, ErrTimeout) {
 				err = fmt.Errorf("%w: %w", ErrTimeout, err)
 			}
-			return Word{}, &PeerError{Rank: peer, Op: op, Err: fmt.Errorf("%w: it has sent none", err)}
+			return &PeerError{Rank: peer, Op: op, Err: fmt.Errorf("%w: it has sent none", err)}
 		}
 		select {
 		case <-news:
@@ -122,17 +189,20 @@ func (m *Mail) receive(ctx context.Context, peer int, topic uint32, last bool) (
 	}
 }
 
-// look takes a word that is there. Without one and without an error, news tells when to look again.
-func (m *Mail) look(from box, last bool) (w *message, news <-chan struct{}, err error) {
+// look takes a word that is there. Without one and without an error, news tells when to look again; else it is nil.
+func (m *Mail) look(from box, last bool) (w Word, news <-chan struct{}, err error) {
 	g := m.g
 	g.n.mu.Lock()
 	defer g.n.mu.Unlock()
 	if words := m.boxes[from]; len(words) > 0 {
-		w = &words[0]
+		first := words[0]
 		if m.boxes[from] = words[1:]; len(words) == 1 {
 			delete(m.boxes, from)
 		}
-		return w, nil, nil
+		if first.poison != "" {
+			return w, nil, &PeerError{Rank: g.rank, Op: opReceive, Err: errors.New(first.poison)}
+		}
+		return Word{first.data, first.fds}, nil, nil
 	}
 	switch {
 	case last || g.closed || g.n.phase != nodeOpen || g.left[g.members[from.from]]:
@@ -140,7 +210,10 @@ func (m *Mail) look(from box, last bool) (w *message, news <-chan struct{}, err 
 	case g.err != nil && g.ended: // the others have been told
 		err = g.err
 	}
-	return nil, m.news, err
+	if err != nil {
+		return w, nil, withOp(err, opReceive, 0)
+	}
+	return w, m.news, nil
 }
 
 // checks refuses what is no other rank.
@@ -198,6 +271,46 @@ func (g *Group) post(from int, w message) {
 	m.tell()
 }
 
+// recall drops the words of a rank that it takes back, and returns what answers it. The caller holds n.mu, and calls that afterwards.
+func (g *Group) recall(from, rank int, seq uint64) (answer func()) {
+	said := answerRecalled
+	if m := g.mails[uint32(seq>>32)]; m != nil {
+		of := box{rank, uint32(seq)}
+		if len(m.boxes[of]) == 0 {
+			said = answerTaken
+		}
+		m.dropFrom(of)
+	}
+	l := g.n.links[from]
+	if l == nil {
+		return nil
+	}
+	return func() { l.send(message{kind: kindRecalled, gid: g.id, seq: seq, data: []byte{said}}) }
+}
+
+// recalled takes the answer of a rank in. The caller holds n.mu.
+func (g *Group) recalled(rank int, m message) {
+	mail := g.mails[uint32(m.seq>>32)]
+	if mail == nil || len(m.data) != 1 {
+		return
+	}
+	if of := (box{rank, uint32(m.seq)}); m.data[0] != answerNone {
+		if _, asked := mail.recalled[of]; asked {
+			mail.recalled[of] = m.data[0]
+			mail.tell()
+		}
+	}
+}
+
+// dropFrom drops the words that wait in a box. The caller holds n.mu.
+func (m *Mail) dropFrom(b box) {
+	words := m.boxes[b]
+	for i := range words {
+		words[i].drop()
+	}
+	delete(m.boxes, b)
+}
+
 // Close drops the words that have come and those yet to come, and ends calls that wait ([ErrClosed]). It is idempotent.
 func (m *Mail) Close() {
 	m.g.n.mu.Lock()
@@ -212,11 +325,8 @@ func (m *Mail) end() {
 	}
 	m.closed = true
 	delete(m.g.mails, m.number)
-	for _, words := range m.boxes {
-		for i := range words {
-			words[i].drop()
-		}
+	for b := range m.boxes {
+		m.dropFrom(b)
 	}
-	clear(m.boxes)
 	m.tell()
 }

@@ -190,3 +190,109 @@ func TestF2_WhoWaitsForAWordOfWhoLeavesHearsOfIt(t *testing.T) {
 		require.ErrorIs(t, gs[2].Mail().Send(0, 0, []byte("word")), ErrClosed)
 	})
 }
+
+func TestWordsAreTakenBack(t *testing.T) {
+	eachWorld(t, 3, func(t *testing.T, gs []*Group) {
+		ctx := testContext(t)
+		ms := mails(gs)
+		for topic := range uint32(3) {
+			require.NoError(t, ms[0].Send(1, topic, []byte("first")))
+			require.NoError(t, ms[0].Send(1, topic, []byte("second")))
+			require.NoError(t, ms[1].Send(0, topic, []byte("the other way")))
+		}
+		require.NoError(t, ms[2].Send(1, 0, []byte("of another rank")))
+		_, err := ms[1].Receive(ctx, 0, 1)
+		require.NoError(t, err)
+		for topic, want := range []bool{true, true, true, false} { // 3: nothing was sent
+			recalled, err := ms[0].Recall(ctx, 1, uint32(topic))
+			require.NoError(t, err)
+			require.Equal(t, want, recalled, topic)
+			_, ok, err := ms[1].Take(0, uint32(topic))
+			require.NoError(t, err)
+			require.False(t, ok, "it was taken back")
+			recalled, err = ms[0].Recall(ctx, 1, uint32(topic))
+			require.NoError(t, err)
+			require.False(t, recalled, "once")
+		}
+		for topic := range uint32(3) {
+			w, err := ms[0].Receive(ctx, 1, topic)
+			require.NoError(t, err)
+			require.Equal(t, "the other way", string(w.Data))
+		}
+		w, err := ms[1].Receive(ctx, 2, 0)
+		require.NoError(t, err)
+		require.Equal(t, "of another rank", string(w.Data))
+
+		require.NoError(t, ms[0].Send(1, 0, []byte("again")))
+		w, err = ms[1].Receive(ctx, 0, 0)
+		require.NoError(t, err)
+		require.Equal(t, "again", string(w.Data))
+		recalled, err := ms[0].Recall(ctx, 1, 0)
+		require.NoError(t, err)
+		require.False(t, recalled, "it was received")
+
+		require.NoError(t, ms[0].Send(1, 0, []byte("again")))
+		ms[1].Close()
+		recalled, err = ms[0].Recall(ctx, 1, 0)
+		require.NoError(t, err)
+		require.True(t, recalled, "nobody receives it")
+		_, err = ms[0].Recall(ctx, 0, 0)
+		require.ErrorIs(t, err, ErrInvalid)
+		_, _, err = ms[0].Take(3, 0)
+		require.ErrorIs(t, err, ErrInvalid)
+	})
+}
+
+func TestDescriptorsOfWordsThatAreTakenBackAreClosed(t *testing.T) {
+	onOneHost(t, 2, func(t *testing.T, gs []*Group) {
+		ms := mails(gs)
+		r, w, err := os.Pipe()
+		require.NoError(t, err)
+		defer r.Close()
+		require.NoError(t, ms[0].Send(1, 0, nil, int(w.Fd())))
+		require.NoError(t, w.Close())
+		recalled, err := ms[0].Recall(testContext(t), 1, 0)
+		require.NoError(t, err)
+		require.True(t, recalled)
+		_, err = r.Read(make([]byte, 1))
+		require.Error(t, err, "all ends for writing are closed")
+	})
+}
+
+// One who waits for an answer ends with its context, and hears it later.
+func TestF1_AnAnswerToWhoTakesWordsBackIsNotLost(t *testing.T) {
+	eachWorld(t, 2, func(t *testing.T, gs []*Group) {
+		ms := mails(gs)
+		require.NoError(t, ms[0].Send(1, 0, []byte("word")))
+		over, cancel := context.WithCancel(testContext(t))
+		cancel()
+		recalled, err := ms[0].Recall(over, 1, 0)
+		if err != nil { // the peer had no time to answer
+			requirePeer(t, err, 1, context.Canceled)
+			recalled, err = ms[0].Recall(testContext(t), 1, 0)
+		}
+		require.NoError(t, err)
+		require.True(t, recalled)
+	})
+}
+
+func TestF2_WhoTakesAWordBackFromALostRankHearsOfIt(t *testing.T) {
+	eachWorld(t, 3, func(t *testing.T, gs []*Group) {
+		ctx := testContext(t)
+		ms := mails(gs)
+		require.NoError(t, ms[0].Send(2, 0, []byte("word")))
+		require.NoError(t, ms[0].Send(1, 0, []byte("word")))
+		gs[1].Kill()
+		<-gs[0].Done()
+		_, err := ms[0].Recall(ctx, 1, 0)
+		requirePeer(t, err, 1, ErrPeerLost)
+		if where := gs[0].Topology(); where.HostOf(2) == 0 {
+			recalled, err := ms[0].Recall(ctx, 2, 0)
+			require.NoError(t, err, "the group has failed, and the peer lives")
+			require.True(t, recalled)
+		}
+		require.NoError(t, gs[2].Close())
+		_, err = ms[0].Recall(ctx, 2, 0)
+		requirePeer(t, err, 2, ErrPeerLost)
+	})
+}

@@ -19,7 +19,9 @@ const (
 	kindReplaced kind = 12 // the sender has, or could not; and to the process, that all have
 	kindPast     kind = 13 // a rank's part in a collective call of the past
 
-	kindWord kind = 14 // a word of one rank for another
+	kindWord     kind = 14 // a word of one rank for another
+	kindRecall   kind = 15 // the sender takes words back that the receiver has not taken
+	kindRecalled kind = 16 // the sender has dropped them, or there were none
 )
 
 // opcode names a collective call, so that ranks which call different things
@@ -65,7 +67,7 @@ type message struct {
 	kind kind
 	op   opcode
 	gid  uint64
-	seq  uint64 // kindData: the call; kindShrink: the round; kindAsk, kindAnswer: the asker's number of it; kindWord: Mail and topic
+	seq  uint64 // kindData: the call; kindShrink: the round; kindAsk, kindAnswer: the asker's number of it; kindWord, kindRecall, kindRecalled: Mail and topic
 	data []byte // kindData: the part; kindShrink: the gone ranks; kindAnswer: the awaited ranks
 	fds  []int  // kindData, kindWord: owned by the message
 	val  any    // kindData, within a process only

@@ -130,7 +130,11 @@ func decodeHeader(b *[frameHeader]byte) (header, error) {
 		if h.length == 0 || h.length > MaxWord || h.fds > 0 && (h.length != h.fds || h.fds > MaxFDs) {
 			return bad("a word of %d bytes with %d descriptors", h.length, h.fds)
 		}
-	case kindLeave, kindBeat, kindBye, kindAsk:
+	case kindRecalled:
+		if h.length != 1 {
+			return bad("an answer of %d bytes", h.length)
+		}
+	case kindLeave, kindBeat, kindBye, kindAsk, kindRecall:
 		if h.length != 0 {
 			return bad("kind %d with %d bytes", h.kind, h.length)
 		}
