@@ -86,8 +86,8 @@ func New(ctx context.Context, h *memory.Heap, o Options) (*Dispatcher, error) {
 	own := communicator.Config{Name: "dispatch", Layer: d.tellLayer, Hosts: true}
 	own.Traffic = func(add func(rank int, t flight.Traffic)) { d.tellTraffic(h, add) }
 	err := d.settle(h, o, &own)
-	place, err := d.options.Shared.take(h, err)
-	most, failed := d.meet(ctx, h, place, err)
+	taken, err := d.options.Shared.take(h, err)
+	most, failed := d.meet(ctx, h, taken, err)
 	if failed != nil {
 		return nil, failed
 	}

@@ -43,47 +43,47 @@ func (p present) meet(ctx context.Context, g *comm.Group) ([]present, error) {
 	return all, nil
 }
 
-// place is that of a call which a rank has taken to make a dispatcher, see kernels.Maker. The zero value is of a rank that has taken none.
-type place struct {
+// turnTaken is a call in whose place a rank makes a dispatcher, see kernels.Maker. The zero value is of a rank that has taken none.
+type turnTaken struct {
 	call uint64
 	undo func()
 }
 
 // take has the ranks that are in a call of one of the dispatchers, or come to one, hear that this rank makes another one. refused is the reason why it
 // cannot, which is so on return; it tells them all the same.
-func (s *Shared) take(h *memory.Heap, refused error) (p place, _ error) {
+func (s *Shared) take(h *memory.Heap, refused error) (t turnTaken, _ error) {
 	if s == nil || h.Device().Kind() != device.HostKind || h.Group().Replaying() {
-		return p, refused
+		return t, refused
 	}
 	s.turn.Lock()
 	defer s.turn.Unlock()
 	if len(s.living) == 0 || s.heap != h {
-		return p, refused
+		return t, refused
 	}
 	err := s.turn.Wait()
 	for _, d := range s.living {
 		err = cmp.Or(err, d.c.Whole())
 	}
 	if err != nil {
-		return p, cmp.Or(refused, err)
+		return t, cmp.Or(refused, err)
 	}
-	p.call, p.undo = s.living[0].c.Port().(kernels.Maker).Make()
-	return p, refused
+	t.call, t.undo = s.living[0].c.Port().(kernels.Maker).Make()
+	return t, refused
 }
 
 // meet tells all ranks that this one makes a dispatcher, and fails on all where some are in a call of another one, or where options differ. A rank that
 // has refused them is an error when ranks meet next. most is the largest MaxTokens of any.
-func (d *Dispatcher) meet(ctx context.Context, h *memory.Heap, p place, refused error) (most int, err error) {
+func (d *Dispatcher) meet(ctx context.Context, h *memory.Heap, taken turnTaken, refused error) (most int, err error) {
 	o := &d.options
-	mine := present{kernels.CallWord(kernels.OpMake, 0, 0), p.call, o.fields(), o.MaxTokens, o.AgreeMaxTokens, refused != nil}
+	mine := present{kernels.CallWord(kernels.OpMake, 0, 0), taken.call, o.fields(), o.MaxTokens, o.AgreeMaxTokens, refused != nil}
 	all, err := mine.meet(ctx, h.Group())
 	if order := disorder(all); order != nil {
 		return 0, cmp.Or(refused, fmt.Errorf("dispatch: %w", order))
 	}
 	var cut *agree.CutError
 	told := count(all, func(p present) bool { return p.Call > 0 })
-	if p.undo != nil && (err != nil && !errors.As(err, &cut) || told < len(all)) { // no rank is in a call of these dispatchers
-		p.undo()
+	if taken.undo != nil && (err != nil && !errors.As(err, &cut) || told < len(all)) { // no rank is in a call of these dispatchers
+		taken.undo()
 	}
 	if err == nil && told > 0 && told < len(all) {
 		_, err = agree.On(ctx, h.Group(), agree.Claim{}, nil)
