@@ -58,7 +58,7 @@
 //
 // Memory that a rank shows to others outlives their mappings (M4): Close and Deregister first unmap the
 // peers' memory, meet, and only then release their own; registered memory may be freed when Deregister has
-// returned. Memory that two ranks share is closed by its importer before Shared.Close returns to its exporter. The garbage collector never frees symmetric memory, because it would do so at another time on
+// returned. Memory that two ranks share is closed by its importer, or withdrawn before that has opened it, before Shared.Close returns to its exporter. The garbage collector never frees symmetric memory, because it would do so at another time on
 // every rank, so objects have to be closed. After Close the addresses are unmapped, and an access to a slice
 // that Bytes returned ends the program.
 package memory

@@ -40,6 +40,7 @@ var scenarios = map[string]scenario{
 	"no rail":    noRailScenario,
 	"rail drops": railDropsScenario,
 	"share":      shareScenario,
+	"withdraw":   withdrawScenario,
 	"rail doors": railDoorsScenario,
 
 	"cuda bytes":    cudaBytesScenario,
@@ -54,6 +55,7 @@ var scenarios = map[string]scenario{
 	"cuda cycles":   cudaCyclesScenario,
 	"cuda unopened": cudaUnopenedScenario,
 	"cuda share":    cudaShareScenario,
+	"cuda withdraw": cudaWithdrawScenario,
 	"share killed":  shareKilledScenario,
 
 	"legacy bytes":    legacy(cudaBytesScenario),
@@ -64,6 +66,7 @@ var scenarios = map[string]scenario{
 	"legacy cycles":   legacy(cudaCyclesScenario),
 	"legacy unopened": legacy(cudaUnopenedScenario),
 	"legacy share":    legacy(cudaShareScenario),
+	"legacy withdraw": legacy(cudaWithdrawScenario),
 }
 
 // legacy runs a scenario with heaps of CUDA IPC memory.

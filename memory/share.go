@@ -8,13 +8,15 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
 // Memory that one rank shares with one other, without the rest: the exporter offers it, the importer opens it. They talk by words (comm.Mail)
-// of the group of their host. Offers have topic 0 and a number each, by which all else about them has topics of its own.
+// of the group of their host. An offer has a number, from 1 on, and comes behind its ticket, a word that the importer takes to open the
+// memory: an exporter that takes the ticket back has withdrawn the offer, and one of the two gets it, also at the same moment.
 
 // shares are what a heap has of such memory. Ranks are those of the host.
 type shares struct {
@@ -25,9 +27,12 @@ type shares struct {
 	shared map[*Shared]struct{}
 	opened map[*Opened]struct{}
 	loans  map[loanKey]*loan // that this rank has mapped
+	// withdrawn counts by rank the offers that were, and that the rank has not found so.
+	withdrawn map[int]int
 
-	// placed has those of shared that have a row, for lookups.
-	placed atomic.Pointer[[]*Shared]
+	// inRows has those of shared that have a row, for lookups.
+	inRows atomic.Pointer[[]*Shared]
+	waits  waits
 }
 
 // offer is a part of a piece of memory of the rank that sends it; see source.
@@ -42,11 +47,8 @@ type offer struct {
 	Row             int // of the importer's alias table, in the exporter's column; 0: none
 }
 
-// read decodes an offer to h.
-func (of *offer) read(text []byte, h *Heap) error {
-	if err := json.Unmarshal(text, of); err != nil {
-		return fmt.Errorf("malformed offer: %w", err)
-	}
+// check refuses what no exporter offers to h.
+func (of *offer) check(h *Heap) error {
 	first := kernels.AliasRows(h.space.Size)
 	row := of.Row == 0 || h.gpu != nil && of.Row >= first && of.Row < first+kernels.ShareRows(h.space.Size)
 	end := of.Lead + of.Bytes
@@ -56,19 +58,31 @@ func (of *offer) read(text []byte, h *Heap) error {
 	return nil
 }
 
-// descriptorOf is the topic of the descriptor that comes in front of an offer, and toldOf that of what the importer tells about it.
-func descriptorOf(number uint32) uint32 { return 2 * number }
-func toldOf(number uint32) uint32       { return 2*number + 1 }
+// Topics of words: of offers, and of those of the importer that an offer was withdrawn when it came to it.
+const (
+	topicOffers    = 0
+	topicWithdrawn = 1
+)
 
-// An importer tells one of these about an offer, and the reason behind a refusal.
+// ticketOf is the topic of the ticket of an offer: its descriptor, or wordTicket where it has none. answersTo is that of the importer's answers.
+func ticketOf(number uint32) uint32  { return 2 * number }
+func answersTo(number uint32) uint32 { return 2*number + 1 }
+
+// An importer answers an offer by one of these, and the reason behind a refusal.
 const (
 	wordOpened  = 'o'
 	wordClosed  = 'c'
 	wordRefused = 'r'
+
+	wordTicket    = 't'
+	wordWithdrawn = 'w'
 )
 
-// maxShared bounds the offers of a rank to one other that are not closed.
+// maxShared bounds the offers of a rank to one other that are not closed, with those withdrawn that the other has not come to.
 const maxShared = 1024
+
+// answerGrace is how long an exporter that withdraws an offer waits for the process of its importer to answer.
+const answerGrace = time.Second
 
 // loanKey names a piece of a rank's memory, which is mapped once however many offers have parts of it (M7).
 type loanKey struct {
@@ -95,7 +109,7 @@ type Shared struct {
 	n      int64
 	row    int
 
-	mu     sync.Mutex // held by Close
+	mu     sync.Mutex // held by Wait and Close
 	opened bool
 	ended  bool
 }
@@ -108,7 +122,7 @@ type Shared struct {
 //
 // The error is an ErrInvalid for no bytes or a rank that is not another of the group, an ErrFreed for a freed view, an ErrUnsupported for a
 // rank of another host, memory without a handle for peers, and memory of a heap, which peers reach as it is, an ErrOutOfMemory where 1024
-// offers to the rank are not closed, and comm.ErrPeerLost for a rank that is gone.
+// offers to the rank are not closed or were withdrawn and it has not come to them, and comm.ErrPeerLost for a rank that is gone.
 func (h *Heap) Share(peer int, v View) (*Shared, error) {
 	s, err := h.share(peer, v)
 	if err != nil {
@@ -142,8 +156,8 @@ func (h *Heap) share(peer int, v View) (*Shared, error) {
 	sh := &h.shares
 	sh.mu.Lock()
 	defer sh.mu.Unlock()
-	if open := sh.offered(rank); open >= maxShared {
-		return nil, fmt.Errorf("%w: %d shares with that rank are not closed", ErrOutOfMemory, open)
+	if open, withdrawn := sh.offered(rank), sh.unfound(rank); open+withdrawn >= maxShared {
+		return nil, fmt.Errorf("%w: %d shares with that rank are not closed, and %d were withdrawn and have not been opened since", ErrOutOfMemory, open, withdrawn)
 	}
 	sh.last++
 	o.Number, o.Row = sh.last, h.freeRow(rank)
@@ -152,16 +166,19 @@ func (h *Heap) share(peer int, v View) (*Shared, error) {
 		return nil, err
 	}
 	if o.Descriptor {
-		if err := sh.mail.Send(rank, descriptorOf(o.Number), nil, src.fd); err != nil {
-			return nil, err
-		}
+		err = sh.mail.Send(rank, ticketOf(o.Number), nil, src.fd)
+	} else {
+		err = sh.mail.Send(rank, ticketOf(o.Number), []byte{wordTicket})
 	}
-	if err := sh.mail.Send(rank, 0, text); err != nil {
+	if err != nil {
+		return nil, err
+	}
+	if err := sh.mail.Send(rank, topicOffers, text); err != nil {
 		return nil, err
 	}
 	s := &Shared{heap: h, rank: rank, number: o.Number, id: src.id, at: src.at, n: v.n, row: o.Row}
 	sh.shared[s] = struct{}{}
-	sh.place()
+	sh.listRows()
 	return s, nil
 }
 
@@ -183,15 +200,15 @@ func (h *Heap) freeRow(rank int) int {
 	return 0
 }
 
-// place lists what is in rows. mu is held.
-func (sh *shares) place() {
+// listRows lists what is in rows. mu is held.
+func (sh *shares) listRows() {
 	var all []*Shared
 	for s := range sh.shared {
 		if s.row != 0 {
 			all = append(all, s)
 		}
 	}
-	sh.placed.Store(&all)
+	sh.inRows.Store(&all)
 }
 
 // offered counts the offers to a rank that are not closed. mu is held.
@@ -202,6 +219,17 @@ func (sh *shares) offered(rank int) (n int) {
 		}
 	}
 	return n
+}
+
+// unfound counts the offers to a rank that were withdrawn, and that the rank has not come to. mu is held.
+func (sh *shares) unfound(rank int) int {
+	for sh.withdrawn[rank] > 0 {
+		if _, found, err := sh.mail.Take(rank, topicWithdrawn); !found || err != nil {
+			break
+		}
+		sh.withdrawn[rank]--
+	}
+	return sh.withdrawn[rank]
 }
 
 // neighbour is the number on this host of another rank of it, if the two may share memory now.
@@ -225,34 +253,77 @@ func (h *Heap) neighbour(peer int) (rank int, err error) {
 	return t.LocalOf(peer), nil
 }
 
-// Close takes the memory back. It returns nil once the peer has closed or refused it, or is gone, and the memory may then be freed (M4). When
-// ctx ends first the error names the peer and says whether it has opened the memory (comm.ErrTimeout at a deadline); the memory is still
-// shared, and Close can be called again. An offer that its peer never opens ends with the heap. It is idempotent.
+// Wait returns nil once the peer has opened and closed the memory, has refused it, or is gone: it may then be freed (M4). When ctx ends first
+// the error names the peer and says whether it has opened the memory (comm.ErrTimeout at a deadline), and the memory is still shared.
+func (s *Shared) Wait(ctx context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.wait(ctx)
+}
+
+// Close takes the memory back. It waits as Wait does. Where the peer has not opened the memory when ctx ends, Close withdraws the offer and
+// returns nil: the peer's Open of it is an ErrFreed. So with a context that has ended Close withdraws at once what is not open. An error says
+// that the memory is still shared, since the peer has it open, is opening it, or its process has not answered for 1 s; Close can be called
+// again. It is idempotent.
 func (s *Shared) Close(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	sh := &s.heap.shares
+	err := s.wait(ctx)
+	if err != nil && !s.opened {
+		err = s.withdraw()
+	}
+	return err
+}
+
+// wait is Wait. mu is held.
+func (s *Shared) wait(ctx context.Context) error {
+	h := s.heap
+	defer h.waitsFor(ctx, opTakeBack, s.rank)()
 	for !s.ended {
-		w, err := sh.mail.ReceiveLast(ctx, s.rank, toldOf(s.number))
-		switch {
-		case errors.Is(err, comm.ErrPeerLost) || errors.Is(err, ErrClosed):
+		switch w, err := h.shares.mail.ReceiveLast(ctx, s.rank, answersTo(s.number)); {
+		case over(err):
 			s.ended = true
+		case err != nil && s.opened:
+			return fmt.Errorf("memory: take back %d bytes: rank %d has them open: %w", s.n, h.named(s.rank), h.ofGroup(err))
 		case err != nil:
-			peer := s.heap.named(s.rank)
-			if err = s.heap.ofGroup(err); s.opened {
-				return fmt.Errorf("memory: take back %d bytes: rank %d has them open: %w", s.n, peer, err)
-			}
-			return fmt.Errorf("memory: take back %d bytes: rank %d has not opened them: %w", s.n, peer, err)
+			return fmt.Errorf("memory: take back %d bytes: rank %d has not opened them: %w", s.n, h.named(s.rank), h.ofGroup(err))
 		default:
 			s.opened = len(w.Data) == 1 && w.Data[0] == wordOpened
 			s.ended = !s.opened
 		}
 	}
-	sh.mu.Lock()
-	delete(sh.shared, s)
-	sh.place()
-	sh.mu.Unlock()
+	h.shares.forget(s, false)
 	return nil
+}
+
+// withdraw takes the ticket of an offer back, or finds that the peer has taken it. mu is held.
+func (s *Shared) withdraw() error {
+	h := s.heap
+	ctx, cancel := context.WithTimeout(context.Background(), answerGrace)
+	defer cancel()
+	recalled, err := h.shares.mail.Recall(ctx, s.rank, ticketOf(s.number))
+	switch {
+	case over(err) || err == nil && recalled:
+		s.ended = true
+		h.shares.forget(s, err == nil)
+		return nil
+	case err != nil:
+		return fmt.Errorf("memory: take back %d bytes: rank %d does not say whether it has opened them: %w", s.n, h.named(s.rank), h.ofGroup(err))
+	}
+	return s.wait(ctx) // the peer opens it, and says how that went
+}
+
+// over says that nothing more comes of a peer, or that this rank has closed the heap.
+func over(err error) bool { return errors.Is(err, comm.ErrPeerLost) || errors.Is(err, ErrClosed) }
+
+// forget ends what this rank notes of memory that it has shared.
+func (sh *shares) forget(s *Shared, withdrawn bool) {
+	sh.mu.Lock()
+	defer sh.mu.Unlock()
+	delete(sh.shared, s)
+	if sh.listRows(); withdrawn {
+		sh.withdrawn[s.rank]++
+	}
 }
 
 // ofGroup is an error of the group of this host, whose ranks are numbered as in the heap's group.
@@ -281,9 +352,10 @@ type Opened struct {
 // An allocation is mapped once, however often and in however many ranges it is shared; on the host equal ranges of pages are. On a GPU the
 // call can wait for kernels that run there; no such kernel may wait for a rank that is in Open.
 //
-// When ctx ends first the error names the peer (comm.ErrTimeout at a deadline), and the next Open finds what it shares. Memory that cannot be
-// mapped is refused: the error says why, and the peer has it back. The failure of the group ends the call. A rank on another host is an
-// ErrUnsupported.
+// When ctx ends first the error names the peer and says that nothing is shared (comm.ErrTimeout at a deadline), and the
+// next Open finds what it shares. Each Open is for one Share: that of an offer which the peer has withdrawn meanwhile is an ErrFreed with its
+// number and length. Memory that cannot be mapped is refused: the error says why, and the peer has it back. The failure of the group ends the
+// call. A rank on another host is an ErrUnsupported.
 func (h *Heap) Open(ctx context.Context, peer int) (*Opened, error) {
 	o, err := h.openShared(ctx, peer)
 	if err != nil {
@@ -298,47 +370,69 @@ func (h *Heap) openShared(ctx context.Context, peer int) (*Opened, error) {
 		return nil, err
 	}
 	sh := &h.shares
-	w, err := sh.mail.Receive(ctx, rank, 0)
+	of, err := h.nextOffer(ctx, rank)
 	if err != nil {
-		return nil, h.ofGroup(err)
-	}
-	var of offer
-	if err := of.read(w.Data, h); err != nil {
 		return nil, err
 	}
+	ticket, ok, err := sh.mail.Take(rank, ticketOf(of.Number))
+	for _, fd := range ticket.FDs {
+		defer closeFD(fd)
+	}
+	if err == nil && !ok {
+		_ = sh.mail.Send(rank, topicWithdrawn, []byte{wordWithdrawn}) // a rank that is gone needs no word
+		return nil, fmt.Errorf("%w: the rank has withdrawn its offer %d, of %d bytes, which this rank had not opened", ErrFreed, of.Number, of.Bytes)
+	}
 	o := &Opened{heap: h, number: of.Number, key: loanKey{rank, identity{of.Dev, of.Ino}, of.Off, of.Span}}
-	err = h.openOffer(ctx, o, &of)
+	if err == nil {
+		err = h.openOffer(o, of, ticket.FDs)
+	}
 	said := []byte{wordOpened}
 	if err != nil {
 		said = append([]byte{wordRefused}, err.Error()...)
 		said = said[:min(len(said), comm.MaxWord)]
 	}
-	if serr := sh.mail.Send(rank, toldOf(of.Number), said); serr != nil && err == nil { // nobody would take the memory back
+	if serr := sh.mail.Send(rank, answersTo(of.Number), said); serr != nil && err == nil { // nobody would take the memory back
 		o.Close()
-		err = h.ofGroup(serr)
+		err = serr
 	}
 	if err != nil {
-		return nil, err
+		return nil, h.ofGroup(err)
 	}
 	return o, nil
 }
 
-// openOffer maps what has been offered.
-func (h *Heap) openOffer(ctx context.Context, o *Opened, of *offer) error {
+// nextOffer waits for the oldest offer of a rank that this one has not taken.
+func (h *Heap) nextOffer(ctx context.Context, rank int) (*offer, error) {
+	defer h.waitsFor(ctx, opOpen, rank)()
+	w, err := h.shares.mail.Receive(ctx, rank, topicOffers)
+	if ctx.Err() != nil && err != nil {
+		return nil, fmt.Errorf("it has shared nothing with this rank that is not taken: %w", h.ofGroup(err))
+	}
+	if err != nil {
+		return nil, h.ofGroup(err)
+	}
+	of := new(offer)
+	if err = json.Unmarshal(w.Data, of); err == nil && of.Number == 0 {
+		err = errors.New("no number")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("malformed offer: %w", err)
+	}
+	return of, nil
+}
+
+// openOffer maps what has been offered, with the descriptors of its ticket.
+func (h *Heap) openOffer(o *Opened, of *offer, fds []int) error {
+	if err := of.check(h); err != nil {
+		return err
+	}
 	sh := &h.shares
 	src := source{id: o.key.id, off: of.Off, lead: of.Lead, span: of.Span, fd: -1, name: of.Name}
-	if of.Descriptor { // it came first
-		w, err := sh.mail.Receive(ctx, o.key.rank, descriptorOf(of.Number))
-		if err != nil {
-			return h.ofGroup(err)
+	if of.Descriptor {
+		if len(fds) != 1 {
+			return fmt.Errorf("malformed offer: %d descriptors", len(fds))
 		}
-		for _, fd := range w.FDs {
-			defer closeFD(fd)
-		}
-		if len(w.FDs) != 1 {
-			return fmt.Errorf("malformed offer: %d descriptors", len(w.FDs))
-		}
-		src.fd = w.FDs[0]
+		src.fd = fds[0]
 	}
 	sh.mu.Lock()
 	defer sh.mu.Unlock()
@@ -362,16 +456,16 @@ func (h *Heap) openOffer(ctx context.Context, o *Opened, of *offer) error {
 	} else {
 		o.view.ptr = p.addr + uintptr(of.Lead)
 	}
-	if err := o.reach(of.Row, o.view.ptr); err != nil {
-		return errors.Join(err, o.letGo())
+	if err := o.setRow(of.Row, o.view.ptr); err != nil {
+		return errors.Join(err, o.unmap())
 	}
 	o.row = of.Row
 	sh.opened[o] = struct{}{}
 	return nil
 }
 
-// reach has kernels of this rank find the memory at an address, where it has a row, or no more with 0.
-func (o *Opened) reach(row int, addr uintptr) error {
+// setRow has kernels of this rank find the memory at an address, where it has a row, or no more with 0.
+func (o *Opened) setRow(row int, addr uintptr) error {
 	if row == 0 {
 		return nil
 	}
@@ -380,8 +474,8 @@ func (o *Opened) reach(row int, addr uintptr) error {
 	return h.gpu.write(h.at(h.space.Rank, at), []uintptr{addr})
 }
 
-// letGo unmaps what nothing else has open. mu of the shares is held.
-func (o *Opened) letGo() error {
+// unmap unmaps what nothing else has open. mu of the shares is held.
+func (o *Opened) unmap() error {
 	if o.loan.users--; o.loan.users > 0 {
 		return nil
 	}
@@ -407,11 +501,10 @@ func (o *Opened) Close() error {
 	sh := &o.heap.shares
 	sh.mu.Lock()
 	delete(sh.opened, o)
-	err := errors.Join(o.reach(o.row, 0), o.letGo())
+	err := errors.Join(o.setRow(o.row, 0), o.unmap())
 	sh.mu.Unlock()
 	// A rank that is gone needs no word.
-	serr := sh.mail.Send(o.key.rank, toldOf(o.number), []byte{wordClosed})
-	if serr != nil && !errors.Is(serr, comm.ErrPeerLost) && !errors.Is(serr, ErrClosed) {
+	if serr := sh.mail.Send(o.key.rank, answersTo(o.number), []byte{wordClosed}); serr != nil && !over(serr) {
 		err = errors.Join(err, serr)
 	}
 	if err != nil {
@@ -423,7 +516,7 @@ func (o *Opened) Close() error {
 // sharedPlace is where kernels of rank peer find v, which has no place in the heap, as long as they have it open: on GPUs, part of memory that
 // this rank shares with that one. It is found by its identity, never by its address (M7).
 func (h *Heap) sharedPlace(v View, peer int) (place int64, ok bool) {
-	p := h.shares.placed.Load()
+	p := h.shares.inRows.Load()
 	if p == nil || len(*p) == 0 || v.own != nil {
 		return 0, false
 	}
@@ -450,7 +543,7 @@ func (h *Heap) sharedPlace(v View, peer int) (place int64, ok bool) {
 // begin comes before the heap's ranks meet for the first time.
 func (sh *shares) begin(home *comm.Group) {
 	sh.mail = home.Mail()
-	sh.shared, sh.opened, sh.loans = make(map[*Shared]struct{}), make(map[*Opened]struct{}), make(map[loanKey]*loan)
+	sh.shared, sh.opened, sh.loans, sh.withdrawn = make(map[*Shared]struct{}), make(map[*Opened]struct{}), make(map[loanKey]*loan), make(map[int]int)
 }
 
 // closeOpened closes what this rank has open, before the ranks meet for the last time.

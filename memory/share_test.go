@@ -15,6 +15,7 @@ import (
 	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/cuda/emulated"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/internal/rails/double"
 )
 
@@ -190,7 +191,7 @@ func lend(l *lender) {
 	// a ring, in which all share first; it is opened while others close
 	next, last := (me+1)%3, (me+2)%3
 	s := l.share(next, v.Slice(10, 100_000))
-	notNow(t, s.Close(briefly(t)), next, "has not opened them")
+	notNow(t, s.Wait(briefly(t)), next, "has not opened them")
 	l.barrier()
 	o := l.open(last)
 	require.Equal(t, pattern(n, last, last, 1)[10:20], l.read(o.View().Slice(0, 10)))
@@ -261,6 +262,222 @@ func TestSharesAreLimited(t *testing.T) {
 	})
 }
 
+// now is a context that has ended.
+func now() context.Context {
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	return ctx
+}
+
+func TestM4_AnOfferThatIsNotOpenedIsWithdrawn(t *testing.T) { everywhere(t, 2, "withdraw") }
+
+func TestM4_EmulatedOffersThatAreNotOpenedAreWithdrawn(t *testing.T) {
+	if !emulated.Driver(t) {
+		return
+	}
+	a := newAccounts(t)
+	for _, name := range []string{"cuda withdraw", "legacy withdraw"} {
+		runRanks(t, socketRanks(t, 2), scenarios[name])
+		a.nothingIsLeft(name)
+	}
+}
+
+func withdrawScenario(t *rankT, g *comm.Group) {
+	l := hostLender(t, g)
+	withdraw(l)
+	require.NoError(t, l.h.Close(t.ctx))
+}
+
+func cudaWithdrawScenario(t *rankT, g *comm.Group) {
+	r := newCUDARank(t, g, Options{SegmentBytes: 2 << 20})
+	withdraw(cudaLender(r, !t.legacy))
+	r.close()
+}
+
+// withdraw has rank 0 take offers back that rank 1 has not opened, comes to later, or opens at that moment.
+func withdraw(l *lender) {
+	t, h, exporter := l.rankT, l.h, l.g.Rank() == 0
+	v, free := l.make(5000)
+	l.set(v, pattern(5000, 0, 0, 1))
+	l.barrier()
+	if exporter {
+		began := time.Now()
+		for range 2 {
+			s := l.share(1, v)
+			row := s.row
+			require.NoError(t, s.Close(now()))
+			require.NoError(t, s.Close(now()))
+			require.NoError(t, s.Wait(now()))
+			require.Empty(t, h.shares.shared)
+			require.Empty(t, *h.shares.inRows.Load())
+			next := l.share(1, v.Slice(0, 100))
+			require.Equal(t, row, next.row, "the row is free again")
+			require.NoError(t, next.Close(briefly(t)))
+		}
+		require.Less(t, time.Since(began), 10*time.Second)
+		s := l.share(1, v)
+		l.barrier()
+		require.NoError(t, s.Close(t.ctx))
+		require.Zero(t, h.shares.unfound(1), "the peer has come to all")
+	} else {
+		l.barrier()
+		for k := range 4 {
+			_, err := h.Open(t.ctx, 0)
+			require.ErrorIs(t, err, ErrFreed)
+			require.ErrorContains(t, err, fmt.Sprintf("memory: open memory of rank 0: memory was freed: the rank has withdrawn its offer %d, of %d bytes", k+1, []int{5000, 100}[k%2]))
+		}
+		o := l.open(0)
+		require.Equal(t, pattern(5000, 0, 0, 1), l.read(o.View()))
+		require.NoError(t, o.Close())
+		_, err := h.Open(briefly(t), 0)
+		notNow(t, err, 0, "it has shared nothing with this rank that is not taken")
+	}
+
+	l.barrier()
+	s := l.share(1-l.g.Rank(), v) // both ranks
+	require.NoError(t, s.Close(now()))
+	l.barrier()
+	_, err := h.Open(t.ctx, 1-l.g.Rank())
+	require.ErrorIs(t, err, ErrFreed)
+
+	for round := range 100 {
+		l.barrier()
+		if exporter {
+			s := l.share(1, v)
+			time.Sleep(time.Duration(round%5) * 20 * time.Microsecond)
+			if err := s.Close(now()); err != nil {
+				require.ErrorContains(t, err, "rank 1 has them open")
+				require.NoError(t, s.Close(t.ctx))
+			}
+			require.Empty(t, h.shares.shared)
+			continue
+		}
+		o, err := h.Open(t.ctx, 0)
+		if err != nil {
+			require.ErrorIs(t, err, ErrFreed)
+			continue
+		}
+		require.Equal(t, pattern(5000, 0, 0, 1)[:10], l.read(o.View().Slice(0, 10)))
+		require.NoError(t, o.Close())
+	}
+	l.barrier()
+	require.Empty(t, h.shares.loans)
+	free()
+}
+
+// A peer that is left out lives on: its process still answers.
+func TestF2_OffersToRanksThatWereLeftOutAreWithdrawn(t *testing.T) {
+	for kind, groups := range map[string]func(testing.TB, int) []*comm.Group{"local": localRanks, "sockets": socketRanks} {
+		t.Run(kind, func(t *testing.T) {
+			leftOut, withdrawn := make(chan error, 1), make(chan struct{})
+			runRanks(t, groups(t, 3), func(t *rankT, g *comm.Group) {
+				l := hostLender(t, g)
+				if g.Rank() == 2 {
+					l.barrier()
+					<-g.Done()
+					<-withdrawn
+					_, err := l.h.Open(t.ctx, 0)
+					leftOut <- err
+				} else {
+					v, free := l.make(100)
+					s := l.share(2, v)
+					l.barrier()
+					small, err := g.Shrink(t.ctx, 2)
+					require.NoError(t, err)
+					require.NoError(t, s.Close(now()))
+					require.Empty(t, l.h.shares.shared)
+					free()
+					if g.Rank() == 0 {
+						close(withdrawn)
+						require.ErrorIs(t, <-leftOut, comm.ErrPeerLost)
+					}
+					require.NoError(t, small.Close())
+				}
+				_ = l.h.Close(t.ctx)
+			})
+		})
+	}
+}
+
+func TestWithdrawnOffersAreLimited(t *testing.T) {
+	runRanks(t, localRanks(t, 2), func(t *rankT, g *comm.Group) {
+		l := hostLender(t, g)
+		v, free := l.make(10)
+		if g.Rank() == 0 {
+			for range maxShared - 1 {
+				require.NoError(t, l.share(1, v).Close(now()))
+			}
+			s := l.share(1, v)
+			_, err := l.h.Share(1, v)
+			require.ErrorIs(t, err, ErrOutOfMemory)
+			require.ErrorContains(t, err, "1 shares with that rank are not closed, and 1023 were withdrawn and have not been opened since")
+			l.barrier()
+			l.barrier()
+			require.NoError(t, l.share(1, v).Close(now()))
+			require.NoError(t, s.Close(now()))
+		} else {
+			l.barrier()
+			for range 2 {
+				_, err := l.h.Open(t.ctx, 0)
+				require.ErrorIs(t, err, ErrFreed)
+			}
+			l.barrier()
+		}
+		require.NoError(t, l.h.Close(t.ctx))
+		free()
+	})
+}
+
+// A rank that waits is shown, with whom it waits for and since when.
+func TestWaitsForSharedMemoryAreShown(t *testing.T) {
+	runRanks(t, localRanks(t, 2), func(t *rankT, g *comm.Group) {
+		l := hostLender(t, g)
+		v, free := l.make(10)
+		waits := func(operation string, peer int) {
+			rank, _ := g.Flight()
+			require.Eventually(t, func() bool {
+				all := rank.State(false).Running
+				return len(all) == 1 && all[0].Operation == operation && all[0].WaitsFor == peer && all[0].Group == g.Name() && time.Since(all[0].Since) < time.Minute
+			}, time.Minute, time.Millisecond)
+		}
+		done := make(chan error, 1)
+		if g.Rank() == 0 {
+			go func() {
+				o, err := l.h.Open(t.ctx, 1)
+				if err == nil {
+					err = o.Close()
+				}
+				done <- err
+			}()
+			waits("open memory", 1)
+			l.barrier()
+			require.NoError(t, <-done)
+			l.barrier()
+			rank, _ := g.Flight()
+			state := rank.State(false)
+			require.Empty(t, state.Running)
+			require.Positive(t, state.Waited[flight.Wait{Operation: "open memory", Peer: 1}])
+			l.barrier()
+			require.NoError(t, l.open(1).Close())
+		} else {
+			l.barrier()
+			s := l.share(0, v)
+			l.barrier()
+			require.NoError(t, s.Close(t.ctx))
+			s = l.share(0, v)
+			ctx := flight.Continued(t.ctx, time.Now().Add(-30*time.Second))
+			go func() { done <- s.Close(ctx) }()
+			waits("take back memory", 0)
+			rank, _ := g.Flight()
+			require.Greater(t, time.Since(rank.State(false).Running[0].Since), 30*time.Second, "a wait that goes on")
+			l.barrier()
+			require.NoError(t, <-done)
+		}
+		require.NoError(t, l.h.Close(t.ctx))
+		free()
+	})
+}
+
 func TestF3_MemoryOfAFreedMappingIsNotShared(t *testing.T) {
 	runRanks(t, localRanks(t, 2), func(t *rankT, g *comm.Group) {
 		l := hostLender(t, g)
@@ -307,14 +524,14 @@ func TestF4_MalformedOffersAreRefused(t *testing.T) {
 		if g.Rank() == 0 {
 			m := l.h.shares.mail
 			for _, text := range []string{
-				"no JSON", `{}`, `{"Descriptor":true,"Bytes":-1,"Span":4096}`, `{"Descriptor":true,"Bytes":4097,"Span":4096}`,
-				`{"Descriptor":true,"Bytes":1,"Lead":-1,"Span":4096}`, `{"Descriptor":true,"Bytes":9223372036854775807,"Lead":1}`,
-				`{"Bytes":1,"Span":4096}`, `{"Descriptor":true,"Bytes":1,"Span":4096,"Row":300}`,
+				"no JSON", `{}`, `{"Number":7,"Descriptor":true,"Bytes":-1,"Span":4096}`, `{"Number":7,"Descriptor":true,"Bytes":4097,"Span":4096}`,
+				`{"Number":7,"Descriptor":true,"Bytes":1,"Lead":-1,"Span":4096}`, `{"Number":7,"Descriptor":true,"Bytes":9223372036854775807,"Lead":1}`,
+				`{"Number":7,"Bytes":1,"Span":4096}`, `{"Number":7,"Descriptor":true,"Bytes":1,"Span":4096,"Row":300}`,
+				`{"Number":7,"Descriptor":true,"Bytes":1,"Span":4096}`, // has a ticket without a descriptor
 			} {
-				require.NoError(t, m.Send(1, 0, []byte(text)))
+				require.NoError(t, m.Send(1, ticketOf(7), []byte{wordTicket}))
+				require.NoError(t, m.Send(1, topicOffers, []byte(text)))
 			}
-			require.NoError(t, m.Send(1, descriptorOf(7), []byte("no descriptor")))
-			require.NoError(t, m.Send(1, 0, []byte(`{"Number":7,"Descriptor":true,"Bytes":1,"Span":4096}`)))
 			v, free := l.make(100)
 			require.NoError(t, l.share(1, v).Close(t.ctx))
 			free()
@@ -347,7 +564,7 @@ func TestF3_SharesDoNotLeaveTheirHost(t *testing.T) {
 		copy(m.Bytes(), fmt.Sprint("of rank ", me))
 		s, err := h.Share(near, m.View())
 		require.NoError(t, err)
-		notNow(t, s.Close(briefly(t)), near, fmt.Sprintf("rank %d has not opened them", near))
+		notNow(t, s.Wait(briefly(t)), near, fmt.Sprintf("rank %d has not opened them", near))
 		require.NoError(t, g.Barrier(t.ctx))
 		o, err := h.Open(t.ctx, near)
 		require.NoError(t, err)
@@ -381,10 +598,14 @@ func shareKilledScenario(t *rankT, g *comm.Group) {
 			shared = append(shared, l.share(p, v))
 		}
 	}
+	var unopened *Shared
 	for p := range 3 {
 		if p != me {
 			opened = append(opened, l.open(p))
 		}
+	}
+	if me != 1 {
+		unopened = l.share(1, v)
 	}
 	l.barrier()
 	_ = g.Barrier(t.ctx) // which rank 1's death may overtake
@@ -397,6 +618,7 @@ func shareKilledScenario(t *rankT, g *comm.Group) {
 	require.ErrorIs(t, err, comm.ErrPeerLost, "the group has failed")
 	_, err = l.h.Share(1, v)
 	require.ErrorIs(t, err, comm.ErrPeerLost)
+	require.NoError(t, unopened.Close(t.ctx), "nobody opens it any more")
 	// the memory of the dead process is there until it is closed, and who lives waits for the other
 	for _, o := range opened {
 		require.Equal(t, pattern(5000, o.Peer(), o.Peer(), 3), l.read(o.View()))
@@ -471,6 +693,52 @@ func TestM5_AFailureOfAnyDriverCallOfAShareLeaksNothing(t *testing.T) {
 		r.close()
 	})
 	a.nothingIsLeft()
+}
+
+// Descriptors of offers that were withdrawn or refused are closed on both ends.
+func TestM5_OffersThatAreNotOpenedLeaveNoDescriptors(t *testing.T) {
+	runRanks(t, socketRanks(t, 2), func(t *rankT, g *comm.Group) {
+		l := hostLender(t, g)
+		fd := object(t, 1<<20)
+		m := mapped(t, fd, 0, 1<<20)
+		require.NoError(t, unix.Ftruncate(fd, 4096))
+		fds := func() int {
+			l.barrier()
+			list, err := os.ReadDir("/proc/self/fd")
+			require.NoError(t, err)
+			l.barrier()
+			return len(list)
+		}
+		one := func() {
+			if g.Rank() == 1 {
+				for range 2 {
+					_, err := l.h.Open(t.ctx, 0)
+					require.Error(t, err)
+				}
+				return
+			}
+			require.NoError(t, l.share(1, m.View()).Close(now())) // withdrawn, or refused just before
+			require.NoError(t, l.share(1, m.View()).Close(t.ctx))
+		}
+		for range 10 {
+			one()
+		}
+		before := fds()
+		for range 200 {
+			one()
+		}
+		require.LessOrEqual(t, fds(), before)
+		// those that nobody comes to are not kept either
+		if g.Rank() == 0 {
+			for range 200 {
+				require.NoError(t, l.share(1, m.View()).Close(now()))
+			}
+		}
+		require.LessOrEqual(t, fds(), before)
+		require.NoError(t, l.h.Close(t.ctx))
+		require.NoError(t, m.Close())
+		require.NoError(t, closeFD(fd))
+	})
 }
 
 func TestM5_SharesLeaveNothing(t *testing.T) {

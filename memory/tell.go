@@ -39,8 +39,10 @@ func (h *Heap) tell() (mute func()) {
 		}
 		return m
 	}
+	p.Waited, p.Running = h.shares.waits.tell, h.shares.waits.running
 	if looks {
 		p.Waited = func(add func(w flight.Wait, d time.Duration)) {
+			h.shares.waits.tell(add)
 			e.Waited(func(w flight.Wait, d time.Duration) {
 				w.Peer = members[w.Peer]
 				add(w, d)
@@ -62,7 +64,7 @@ func (h *Heap) tell() (mute func()) {
 					c.Absent[k] = members[p]
 				}
 			}
-			return calls
+			return append(calls, h.shares.waits.running()...)
 		}
 	}
 	return rank.Add(p)

@@ -1,6 +1,7 @@
 package flight
 
 import (
+	"context"
 	"sort"
 	"time"
 )
@@ -23,6 +24,22 @@ type Running struct {
 	WaitsFor int
 	// Absent are the ranks that have not begun this call.
 	Absent []int
+}
+
+// began is the key of a time in a context.
+type began struct{}
+
+// Continued is ctx for a call that goes on with a wait which began at a time: who asks in turns waits on, and shows since when.
+func Continued(ctx context.Context, at time.Time) context.Context {
+	return context.WithValue(ctx, began{}, at)
+}
+
+// Since is when the wait of a call with ctx began, which is now unless Continued says otherwise.
+func Since(ctx context.Context) time.Time {
+	if at, ok := ctx.Value(began{}).(time.Time); ok {
+		return at
+	}
+	return time.Now()
 }
 
 // Heap is the memory of a symmetric heap.

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
@@ -18,13 +19,15 @@ import (
 // of operations. So a caller comes back from time to time, and nothing goes on behind its back where it then does not ask again.
 type Waits struct{ Limit, Waited, For time.Duration }
 
-// until calls what ends with its context. It returns false without an error where that has ended, and the caller may ask again.
-func (w Waits) until(c *Comm, call func(ctx context.Context) error) (over bool, err error) {
+// until calls what ends with its context. It returns false without an error where that has ended, and the caller may ask again, which is not so
+// the last time.
+func (w Waits) until(c *Comm, call func(ctx context.Context, last bool) error) (over bool, err error) {
 	left := max(cmp.Or(w.Limit, c.timeout())-w.Waited, 0)
-	ctx, cancel := context.WithTimeout(c.ctx, min(left, w.For))
+	ctx, cancel := context.WithTimeout(flight.Continued(c.ctx, time.Now().Add(-w.Waited)), min(left, w.For))
 	defer cancel()
-	err = call(ctx)
-	if left > w.For && errors.Is(err, comm.ErrTimeout) && c.ctx.Err() == nil {
+	last := left <= w.For
+	err = call(ctx, last)
+	if !last && errors.Is(err, comm.ErrTimeout) && c.ctx.Err() == nil {
 		return false, nil
 	}
 	return true, err
@@ -37,9 +40,15 @@ type Shared struct {
 	file   *memory.Mapping // that it lies in, nil on a GPU
 }
 
-// Close takes the memory back, as memory.Shared.Close. It waits as Waits says, and is not over where the caller is to ask again.
+// Close takes the memory back, as memory.Shared.Close. It waits as Waits says, and is not over where the caller is to ask again: an offer that
+// the peer has not opened is withdrawn the last time.
 func (s *Shared) Close(w Waits) (over bool, err error) {
-	over, err = w.until(s.comm, s.shared.Close)
+	over, err = w.until(s.comm, func(ctx context.Context, last bool) error {
+		if last {
+			return s.shared.Close(ctx)
+		}
+		return s.shared.Wait(ctx)
+	})
 	if over && err == nil && s.file != nil {
 		err = s.file.Close()
 	}
@@ -92,7 +101,7 @@ func (in *opened) view(b Buffer) (memory.View, bool) {
 
 // open opens what a rank has shared.
 func (in *opened) open(c *Comm, g *GPU, h *memory.Heap, peer int, w Waits) (o *Opened, err error) {
-	_, err = w.until(c, func(ctx context.Context) error {
+	_, err = w.until(c, func(ctx context.Context, _ bool) error {
 		m, err := h.Open(ctx, peer)
 		if err == nil {
 			o = &Opened{in: in, gpu: g, memory: m}

@@ -69,6 +69,21 @@ func TestMemoryOfAFileIsShared(t *testing.T) {
 		_, err = c.Transfer(0, &TransferCall{Kind: GetTransfer, Mine: buf(got), At: Buffer{at.Addr + 1, 4}, Peer: int64(peer)})
 		invalid(t, err) // more than was shared
 
+		meet(t, c)
+		s2, err := c.Share(peer, Buffer{Bytes: 4}, fd, page+10)
+		require.NoError(t, err)
+		over, err = s2.Close(brief)
+		require.False(t, over, "it can still be opened")
+		require.NoError(t, err)
+		over, err = s2.Close(limited)
+		require.True(t, over)
+		require.NoError(t, err, "the peer has not opened it, and cannot")
+		meet(t, c)
+		_, err = c.OpenShared(peer, patient)
+		code, rank := Classify(err)
+		require.Equal(t, Freed, code, "%v", err)
+		require.Equal(t, -1, rank)
+
 		require.NoError(t, o.Close())
 		require.NoError(t, o.Close())
 		_, err = c.Transfer(0, &TransferCall{Kind: GetTransfer, Mine: Buffer{at.Addr, 4}, At: at, Peer: int64(peer)})

@@ -19,17 +19,15 @@ def ring(rank, size):
     mine = shared(float(rank))
     with sw.share(mine[10:20], after) as lent:  # all ranks first
         assert lent.tensor.data_ptr() == mine[10:].data_ptr()
-        with pytest.raises(sw.errors.TimedOut, match=f"rank {after} has not opened them") as told:
-            lent.close(timeout=0.01)
-        assert told.value.rank == after
         dist.barrier()
         theirs = sw.open_shared(before)
         assert theirs.size == 40
         at = theirs.tensor.view(torch.float32)
         assert at.tolist() == [float(before)] * 10
         dist.barrier()
-        with pytest.raises(sw.errors.TimedOut, match=f"rank {after} has them open"):
+        with pytest.raises(sw.errors.TimedOut, match=f"rank {after} has them open") as told:
             lent.close(timeout=0.01)
+        assert told.value.rank == after
         sw.put(torch.full((3,), 7.5), at[2:5], before)
         sw.signal(before)
         sw.wait(after)
@@ -83,6 +81,31 @@ def subgroups(rank, size):
     dist.barrier()
 
 
+def withdrawn(rank, size):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for timeout in (1e-6, 0.3):  # at once, and after the peer has been waited for more than once
+        lent = sw.share(shared(1), after)
+        lent.close(timeout=timeout)
+        assert lent.tensor is None
+    with pytest.raises(ZeroDivisionError), sw.share(shared(1), after) as lent:
+        1 / 0  # noqa: B018
+    assert lent.tensor is None
+    dist.barrier()
+    for _ in range(3):
+        with pytest.raises(sw.errors.Freed, match=f"open memory of rank {before}: .* has withdrawn its offer"):
+            sw.open_shared(before)
+    lent = sw.share(shared(2), after)
+    with sw.open_shared(before) as theirs:
+        assert theirs.tensor.view(torch.float32)[0] == 2
+        dist.barrier()
+        with pytest.raises(ZeroDivisionError), lent:
+            1 / 0  # noqa: B018
+        assert lent.tensor is not None  # the peer has it open
+        dist.barrier()
+    lent.close()
+    dist.barrier()
+
+
 def many(rank, size):
     peer = (rank + 1) % size
     kept = [sw.share(shared(float(i), 10), peer) for i in range(100)]
@@ -97,7 +120,7 @@ def many(rank, size):
     dist.barrier()
 
 
-@pytest.mark.parametrize("case", [ring, refused, subgroups, many], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("case", [ring, refused, subgroups, withdrawn, many], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", ["gloo", "backend"])
 def test_shared_tensors(worlds, kind, case):
     import world

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from ctypes import byref, c_int64, c_uint64
 from typing import TYPE_CHECKING, Any
 
+from .. import errors
 from .arguments import Bound, microseconds
 from .native import AGAIN, SLICE
 
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 
 class Shared(Bound):
     """A tensor that one other rank may open, see :func:`switchyard.share`. It is kept until :meth:`close` has returned, or its
-    group is closed. Leaving a ``with`` block without an exception closes it."""
+    group is closed. Leaving a ``with`` block closes it; after an exception that waits for nobody, and the tensor stays shared
+    where the other rank has it open."""
 
     def __init__(self, place: Place, peer: int, memory: tuple[int, int], file: tuple[int, int], tensor: Any) -> None:
         lent = c_uint64()
@@ -27,9 +30,11 @@ class Shared(Bound):
         place._comm._shared.add(self)
 
     def close(self, timeout: float | None = None) -> None:
-        """Take the tensor back: wait until the other rank has closed it, or is gone. A
-        :class:`switchyard.errors.TimedOut` names a rank that has not, and says whether it has opened the tensor. Then this can
-        be called again. It may be called twice."""
+        """Take the tensor back: wait until the other rank has opened and closed it, or is gone, by default for the timeout of
+        the group. A tensor that it has not opened by then is withdrawn: its ``open_shared`` raises
+        :class:`switchyard.errors.Freed`. A timeout of a microsecond does that at once. A
+        :class:`switchyard.errors.TimedOut` names a rank that has the tensor open. Then this can be called again. It may be
+        called twice."""
         if not self._handle:
             return
         limit, began = microseconds("timeout", timeout), time.monotonic()
@@ -44,8 +49,11 @@ class Shared(Bound):
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # else the other rank may never come
+        if kind is None:
             self.close()
+        else:  # the other rank may never come
+            with contextlib.suppress(errors.TimedOut):
+                self.close(timeout=1e-6)
 
 
 class Opened(Bound):
