@@ -132,6 +132,25 @@ func TestWhoWaitsIsNotBlamed(t *testing.T) {
 	require.Equal(t, "rank 2 does not come further in dispatch 812 of group world; 2 ranks wait, the longest 24ms", s.Verdict)
 }
 
+// Ranks that wait for memory of others say so, and what they are owed.
+func TestWaitsForSharedMemoryHaveAVerdict(t *testing.T) {
+	waits := func(rank, whom int, operation string, seconds float64) observe.Rank {
+		return observe.Rank{Rank: rank, Size: 3, Group: "world", Waiting: []observe.Waiting{{Group: "world", Operation: operation, For: whom, Seconds: seconds}}}
+	}
+	verdict := func(ranks ...observe.Rank) string { return observe.Merge(observe.State{Ranks: ranks}).Verdict }
+	idle := observe.Rank{Rank: 2, Size: 3, Group: "world"}
+	opens, takes := waits(0, 2, "open memory", 2), waits(0, 2, "take back memory", 2)
+	require.Equal(t, "rank 2 has shared no memory that a rank is to open of group world; 1 rank waits, the longest 2s", verdict(opens, idle))
+	require.Equal(t, "rank 2 has not given back memory that a rank has shared with it of group world; 1 rank waits, the longest 2s", verdict(takes, idle))
+	// who waits for one that waits itself, on a GPU too, whose heap does not tell it
+	first := waits(1, 0, "open memory", 3)
+	require.Equal(t, "rank 2 has not given back memory that a rank has shared with it of group world; 2 ranks wait, the longest 3s", verdict(takes, first, idle))
+	var b bytes.Buffer
+	s := observe.Merge(observe.State{Ranks: []observe.Rank{takes, first, idle}})
+	s.Table(&b)
+	require.Regexp(t, `(?m)^0 .* 2: take back memory, 2s .*\n1 .* 0: open memory, 3s `, b.String())
+}
+
 // Rank 1 was stopped while it waited for rank 2, which still shows, and rank 2 waits for it now.
 func TestAStoppedRankIsNamed(t *testing.T) {
 	waits := func(rank, whom int) observe.Rank {

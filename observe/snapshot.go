@@ -88,7 +88,7 @@ type Rank struct {
 	Operations []Operation       `json:"operations"`
 	Peers      []Peer            `json:"peers"`             // by rank
 	Waited     []Waited          `json:"waited,omitempty"`  // the longest first
-	Waiting    []Waiting         `json:"waiting,omitempty"` // now, on the host
+	Waiting    []Waiting         `json:"waiting,omitempty"` // now: on the host, and for memory that two ranks share on any device
 	Heaps      []Heap            `json:"heaps,omitempty"`
 	Counters   map[string]uint64 `json:"counters,omitempty"` // plan_cache_hits and plan_cache_misses
 	Faults     []Fault           `json:"faults,omitempty"`
@@ -154,7 +154,7 @@ type Waited struct {
 type Waiting struct {
 	Group     string `json:"group"`
 	Operation string `json:"operation"`
-	Call      uint64 `json:"call"` // its number among the calls of its communicator, 0 for calls between two ranks
+	Call      uint64 `json:"call"` // its number among the calls of its communicator, 0 for calls between two ranks, "open memory" and "take back memory"
 	// For is the rank that the call waits for. Absent ranks have not begun the call.
 	For     int     `json:"for"`
 	Absent  []int   `json:"absent,omitempty"`

@@ -18,7 +18,7 @@ func verdict(ranks []Rank) string {
 		rank    int
 		waiting int           // ranks that wait for it in the end
 		longest time.Duration // of their waits
-		call    *Waiting
+		call    *Waiting      // the longest of those for it, or of others where none is
 		absent  bool
 	}
 	var blames []*blame
@@ -41,7 +41,7 @@ func verdict(ranks []Rank) string {
 			culprit, absent = longest.Absent[0], true
 		}
 		if !absent {
-			culprit = follow(r, culprit, answers[r.Job])
+			culprit = follow(r, culprit, answers[r.Job], awaits(r, ranks))
 		}
 		at := slices.IndexFunc(blames, func(b *blame) bool { return b.job == r.Job && b.rank == culprit })
 		if at < 0 {
@@ -50,8 +50,9 @@ func verdict(ranks []Rank) string {
 		}
 		b := blames[at]
 		b.waiting++
-		if d := time.Duration(longest.Seconds * 1e9); d > b.longest {
-			b.longest, b.call, b.absent = d, &longest, absent
+		b.longest = max(b.longest, time.Duration(longest.Seconds*1e9))
+		if direct := longest.For == culprit || absent; b.call == nil || direct && (b.call.For != culprit && !b.absent || longest.Seconds > b.call.Seconds) {
+			b.call, b.absent = &longest, absent
 		}
 	}
 	slices.SortStableFunc(blames, func(a, b *blame) int { return b.waiting - a.waiting })
@@ -60,6 +61,9 @@ func verdict(ranks []Rank) string {
 		what := fmt.Sprintf("rank %d does not come further in %s", b.rank, call)
 		if b.absent {
 			what = fmt.Sprintf("rank %d has not entered %s", b.rank, call)
+		}
+		if owes := owed[b.call.Operation]; owes != "" && b.call.For == b.rank {
+			what = fmt.Sprintf("rank %d %s", b.rank, owes)
 		}
 		wait := "ranks wait"
 		if b.waiting == 1 {
@@ -72,6 +76,12 @@ func verdict(ranks []Rank) string {
 		words = append(words, of+fmt.Sprintf("%s of group %s; %d %s, the longest %v", what, b.call.Group, b.waiting, wait, b.longest.Round(time.Millisecond)))
 	}
 	return strings.Join(words, ". ")
+}
+
+// owed is, by operation, for what a call waits that the other rank does not enter.
+var owed = map[string]string{
+	"open memory":      "has shared no memory that a rank is to open",
+	"take back memory": "has not given back memory that a rank has shared with it",
 }
 
 // longest is the call of a rank that has waited longest.
@@ -124,32 +134,45 @@ func different(ranks []Rank, several bool) (words []string, crossed map[int]bool
 	return words, crossed
 }
 
-// follow goes from a rank on along those that it waits for itself, as the memory of r's heaps tells. It ends at a rank that waits for nobody, or
-// whose process does not answer while others do: a rank that was stopped in a wait still says that it waits. Where the way leads in a circle
-// for another reason, the one that most ranks wait for is to blame, among those the first on the way.
-func follow(r *Rank, peer int, answers map[int]bool) int {
-	for _, h := range r.Heaps {
-		if len(h.Awaits) == 0 {
-			continue
-		}
-		waiting := make([]int, len(h.Awaits)) // ranks that wait for a rank
-		for _, whom := range h.Awaits {
-			if whom >= 0 {
-				waiting[whom]++
+// awaits says for whom each rank of r's job waits, -1 for none: as the memory of r's heaps tells, and where that does not, the rank itself.
+func awaits(r *Rank, ranks []Rank) []int {
+	all := slices.Repeat([]int{-1}, r.Size)
+	if at := slices.IndexFunc(r.Heaps, func(h Heap) bool { return len(h.Awaits) > 0 }); at >= 0 {
+		all = slices.Clone(r.Heaps[at].Awaits)
+	}
+	for i := range ranks {
+		if q := &ranks[i]; q.Job == r.Job && q.Rank < len(all) && all[q.Rank] < 0 {
+			if l := q.longest(); l.Seconds >= notable.Seconds() {
+				all[q.Rank] = l.For
 			}
-		}
-		var way []int
-		for {
-			next := h.Awaits[peer]
-			if next < 0 || next == r.Rank || len(answers) > 1 && !answers[peer] {
-				return peer
-			}
-			if at := slices.Index(way, peer); at >= 0 {
-				return slices.MaxFunc(way[at:], func(a, b int) int { return waiting[a] - waiting[b] })
-			}
-			way = append(way, peer)
-			peer = next
 		}
 	}
-	return peer
+	return all
+}
+
+// follow goes from a rank on along those that it waits for itself. It ends at a rank that waits for nobody, or
+// whose process does not answer while others do: a rank that was stopped in a wait still says that it waits. Where the way leads in a circle
+// for another reason, the one that most ranks wait for is to blame, among those the first on the way.
+func follow(r *Rank, peer int, answers map[int]bool, awaits []int) int {
+	waiting := make([]int, len(awaits)) // ranks that wait for a rank
+	for _, whom := range awaits {
+		if whom >= 0 && whom < len(waiting) {
+			waiting[whom]++
+		}
+	}
+	var way []int
+	for {
+		next := -1
+		if peer < len(awaits) {
+			next = awaits[peer]
+		}
+		if next < 0 || next == r.Rank || len(answers) > 1 && !answers[peer] {
+			return peer
+		}
+		if at := slices.Index(way, peer); at >= 0 {
+			return slices.MaxFunc(way[at:], func(a, b int) int { return waiting[a] - waiting[b] })
+		}
+		way = append(way, peer)
+		peer = next
+	}
 }
