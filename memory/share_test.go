@@ -370,18 +370,28 @@ func TestF2_OffersToRanksThatWereLeftOutAreWithdrawn(t *testing.T) {
 	for kind, groups := range map[string]func(testing.TB, int) []*comm.Group{"local": localRanks, "sockets": socketRanks} {
 		t.Run(kind, func(t *testing.T) {
 			leftOut, withdrawn := make(chan error, 1), make(chan struct{})
+			var met sync.WaitGroup // a rank may still be in a barrier that others have left
+			met.Add(3)
+			meet := func(l *lender) {
+				l.barrier()
+				met.Done()
+				met.Wait()
+			}
 			runRanks(t, groups(t, 3), func(t *rankT, g *comm.Group) {
 				l := hostLender(t, g)
 				if g.Rank() == 2 {
-					l.barrier()
+					meet(l)
 					<-g.Done()
-					<-withdrawn
+					select {
+					case <-withdrawn:
+					case <-t.ctx.Done():
+					}
 					_, err := l.h.Open(t.ctx, 0)
 					leftOut <- err
 				} else {
 					v, free := l.make(100)
 					s := l.share(2, v)
-					l.barrier()
+					meet(l)
 					small, err := g.Shrink(t.ctx, 2)
 					require.NoError(t, err)
 					require.NoError(t, s.Close(now()))
