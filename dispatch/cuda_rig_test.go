@@ -17,12 +17,7 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// Ranks that share a GPU have streams of their own in one process. Those that share one of the driver's queues can hold each other up for
-// ever: a call's second kernel waits at the head of the queue for its first, which waits for a peer's behind it.
 func TestMain(m *testing.M) {
-	if os.Getenv("CUDA_DEVICE_MAX_CONNECTIONS") == "" {
-		os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-	}
 	worldtest.Unseen()
 	os.Exit(m.Run())
 }

@@ -24,10 +24,6 @@ import (
 func TestMain(m *testing.M) {
 	proctest.Play(proctest.Parts{"beside a stopped rank": playBesideAStoppedRank, "host that comes or goes": playHostThatComesOrGoes,
 		"packets are lost": playPacketsAreLost})
-	// Ranks of this process share GPUs. With the driver's eight queues their kernels come to wait for each other, with 32 they did not.
-	if os.Getenv("CUDA_DEVICE_MAX_CONNECTIONS") == "" {
-		os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-	}
 	os.Exit(m.Run())
 }
 
