@@ -99,6 +99,8 @@ var (
 	_ [unsafe.Sizeof(core.DispatchCall{})]byte = [C.sizeof_struct_switchyard_dispatch_call]byte{}
 	_ [unsafe.Sizeof(core.CombineCall{})]byte  = [C.sizeof_struct_switchyard_combine_call]byte{}
 	_ [unsafe.Sizeof(core.ResultCall{})]byte   = [C.sizeof_struct_switchyard_result_call]byte{}
+	_ [unsafe.Sizeof(core.ExpandCall{})]byte   = [C.sizeof_struct_switchyard_expand_call]byte{}
+	_ [unsafe.Sizeof(core.FoldCall{})]byte     = [C.sizeof_struct_switchyard_fold_call]byte{}
 	_ [unsafe.Sizeof(core.RouteCall{})]byte    = [C.sizeof_struct_switchyard_route_call]byte{}
 	_ [unsafe.Sizeof(core.BackwardCall{})]byte = [C.sizeof_struct_switchyard_backward_call]byte{}
 	_ [unsafe.Sizeof(core.MessageCall{})]byte  = [C.sizeof_struct_switchyard_message_call]byte{}

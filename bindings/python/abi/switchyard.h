@@ -124,6 +124,16 @@ struct switchyard_result_call {
 	uint64_t Made;
 };
 
+// core.ExpandCall, and its inverse, core.FoldCall.
+struct switchyard_expand_call {
+	struct switchyard_buffer Indices, Slots, Rows, ToRows, Scales, ToScales, Weights, ToWeights;
+	int64_t TopK, Experts, Align, Length;
+};
+struct switchyard_fold_call {
+	struct switchyard_buffer Rows, Slots, Sums;
+	int64_t TopK, Type;
+};
+
 // core.RouteCall. Made and Rows are results.
 struct switchyard_route_call {
 	uint64_t Routing;

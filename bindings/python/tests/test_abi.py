@@ -32,6 +32,8 @@ STRUCTURES = {
     "dispatch_call": abi.DispatchCall,
     "combine_call": abi.CombineCall,
     "result_call": abi.ResultCall,
+    "expand_call": abi.ExpandCall,
+    "fold_call": abi.FoldCall,
     "route_call": abi.RouteCall,
     "backward_call": abi.BackwardCall,
     "message_call": abi.MessageCall,
@@ -113,6 +115,14 @@ def test_calls_are_in_the_order_of_their_structures():
     assert numbers(abi.ResultCall.from_buffer(call)) == [
         *((name, (2 * i + 1, 2 * i + 2)) for i, name in enumerate(abi.RESULTS)), ("Handle", 23), ("Length", 24),
         ("Release", 25), ("Made", 26),
+    ]  # fmt: skip
+    assert numbers(abi.ExpandCall.from_buffer(abi.expand_call(range(1, 17), 17, 18, 19, 20))) == [
+        ("Indices", (1, 2)), ("Slots", (3, 4)), ("Rows", (5, 6)), ("ToRows", (7, 8)), ("Scales", (9, 10)),
+        ("ToScales", (11, 12)), ("Weights", (13, 14)), ("ToWeights", (15, 16)), ("TopK", 17), ("Experts", 18), ("Align", 19),
+        ("Length", 20),
+    ]  # fmt: skip
+    assert numbers(abi.FoldCall.from_buffer(abi.fold_call((1, 2), (3, 4), (5, 6), 7, 8))) == [
+        ("Rows", (1, 2)), ("Slots", (3, 4)), ("Sums", (5, 6)), ("TopK", 7), ("Type", 8),
     ]  # fmt: skip
     call = abi.route_call(1)
     call[abi.ROUTE_MADE], call[abi.ROUTE_ROWS] = 2, 3

@@ -82,6 +82,8 @@ PROTOTYPES: dict[str, list[Any]] = {
     "combine_backward": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "receive": [c_uint64, c_uint64, c_uint64, c_int32, c_int64, _u64p],
     "results": [c_uint64, c_uint64, c_void_p],
+    "expand": [c_void_p],
+    "fold": [c_void_p],
     "route": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "output": [c_uint64, c_void_p],
     "counts": [c_uint64, c_int64, _i64p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
@@ -148,6 +150,21 @@ class ResultCall(Structure):
         *((name, c_int64) for name in ("Length", "Release")),
         ("Made", c_uint64),
     ]
+
+
+class ExpandCall(Structure):
+    """Rows one for each token become rows one for each choice. Slots are a result."""
+
+    _fields_ = [
+        *((name, Buffer) for name in ("Indices", "Slots", "Rows", "ToRows", "Scales", "ToScales", "Weights", "ToWeights")),
+        *((name, c_int64) for name in ("TopK", "Experts", "Align", "Length")),
+    ]
+
+
+class FoldCall(Structure):
+    """The sums of such rows for each token."""
+
+    _fields_ = [*((name, Buffer) for name in ("Rows", "Slots", "Sums")), ("TopK", c_int64), ("Type", c_int64)]
 
 
 class RouteCall(Structure):
@@ -224,6 +241,16 @@ def combine_call(
 def result_call(buffers: Sequence[int], handle: int, length: int, release: int) -> array[int]:
     """A ResultCall. buffers are addresses and bytes of RESULTS."""
     return array("q", (*buffers, handle, length, release, 0))
+
+
+def expand_call(buffers: Sequence[int], top_k: int, experts: int, align: int, length: int) -> array[int]:
+    """An ExpandCall. buffers are addresses and bytes of its Buffers, in their order."""
+    return array("q", (*buffers, top_k, experts, align, length))
+
+
+def fold_call(rows: Memory, slots: Memory, sums: Memory, top_k: int, dtype: int) -> array[int]:
+    """A FoldCall."""
+    return array("q", (*rows, *slots, *sums, top_k, dtype))
 
 
 def route_call(routing: int) -> array[int]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
+from switchyard._core import abi
+from switchyard._core.dtypes import DTYPES
+from switchyard._core.native import library
 from torch import Tensor
 
 from ..utils.sizes import align
-
-# How many numbers the host widens at a time, in memory that it keeps.
-AT_ONCE = 1 << 21
 
 
 def starts_of(counts: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
@@ -56,6 +58,26 @@ def slots_in_order(indices: Tensor, found: Tensor) -> Tensor:
     return slots.scatter_(0, found, rows).view(indices.shape)
 
 
+def _place(x: Optional[Tensor]) -> abi.Memory:
+    """Where a tensor lies, and its bytes."""
+    return (0, 0) if x is None else (x.data_ptr(), x.numel() * x.element_size())
+
+
+def on_host(
+    x: Tensor, scales: Optional[Tensor], weights: Optional[Tensor], indices: Tensor, experts: int, alignment: int, length: int
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], Tensor]:
+    """Rows, scales and weights one for each choice, and the row of each choice, by one call of the library."""
+    slots = indices.new_empty(indices.shape, dtype=torch.int32)
+    rows = x.new_empty((length, x.shape[1]))
+    factors = None if scales is None else scales.new_empty((length, scales.shape[1]))
+    beside = None if weights is None else weights.new_empty(length)
+    parts = indices, slots, x, rows, scales, factors, weights, beside
+    call = abi.expand_call([n for part in parts for n in _place(part)], indices.shape[1], experts, alignment, length)
+    lib = library()
+    lib.check(lib.expand(call.buffer_info()[0]))
+    return rows, factors, beside, slots
+
+
 def spread(x: Tensor, found: Tensor, top_k: int, padded: bool = True) -> Tensor:
     """Rows one for each choice. Padding is zero."""
     if not x.shape[0]:
@@ -88,14 +110,12 @@ def gather(x: Tensor, slots: Tensor) -> Tensor:
 
 def fold(x: Tensor, slots: Tensor) -> Tensor:
     """Rows one for each token: the sums of the rows of its choices, in float32 and in the order of choices."""
-    if x.is_cpu and x.shape[0]:
-        chosen = slots >= 0
-        counts = chosen.sum(1, dtype=torch.int32)
-        first, rows = counts.cumsum(0, dtype=torch.int32) - counts, slots[chosen]
-        parts = 1 if x.dtype is torch.float32 else -(-x.numel() // AT_ONCE)
-        columns = x.split(align(-(-x.shape[1] // parts), 64), 1)
-        sums = [torch.embedding_bag(part.to(torch.float32), rows, first)[0].to(x.dtype) for part in columns]
-        return sums[0] if len(sums) == 1 else torch.cat(sums, 1)
+    if x.is_cpu:
+        y = x.new_empty((slots.shape[0], x.shape[1]))
+        lib, dtype = library(), DTYPES[str(x.dtype)[6:]]
+        call = abi.fold_call(_place(x), _place(slots), _place(y), slots.shape[1], dtype)
+        lib.check(lib.fold(call.buffer_info()[0]))
+        return y
     made = torch.zeros((slots.shape[0], x.shape[1]), dtype=torch.float32, device=x.device)
     if x.shape[0]:
         for slot in slots.unbind(1):

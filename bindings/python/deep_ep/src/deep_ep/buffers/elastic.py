@@ -102,6 +102,21 @@ class EPHandle(Bound):
             return _expand.choices_in_order(self._indices, self.num_expanded_tokens)
         return _expand.tokens_of(self.slots, self.num_expanded_tokens)
 
+    def expanded(self, result: Result) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+        """Rows, scales and weights of a dispatch that went these ways, one for each choice."""
+        rows, factors, beside = result.rows, result.scales, result.weights
+        top_k, length = result.indices.shape[1], self.num_expanded_tokens
+        if rows.is_cpu:
+            local = self.num_experts // self._routing.engine.size
+            rows, factors, beside, self.slots = _expand.on_host(
+                rows, factors, beside, result.indices, local, self.expert_alignment, length
+            )
+            return rows, factors, beside
+        found, padded = self.found, not self.dense
+        rows = _expand.spread(rows, found, top_k, padded)
+        factors = None if factors is None else _expand.spread(factors, found, top_k, padded)
+        return rows, factors, None if beside is None else _expand.weights_of(beside, found, padded)
+
     @cached_property
     def recv_src_metadata(self) -> Tensor:
         rank, token = self._came.sources.unbind(1)
@@ -316,10 +331,7 @@ class ElasticBuffer(Bound):
                 cumulative_local_expert_recv_stats.add_(result.came.counts)
             rows, factors, indices, beside = result.rows, result.scales, result.indices, result.weights
             if kept.do_expand:
-                found, padded = kept.found, not kept.dense
-                rows = _expand.spread(rows, found, idx.shape[1], padded)
-                factors = None if factors is None else _expand.spread(factors, found, idx.shape[1], padded)
-                beside = None if beside is None else _expand.weights_of(beside, found, padded)
+                rows, factors, beside = kept.expanded(result)
             if factors is not None and use_tma_aligned_col_major_sf:
                 factors = _expand.column_major(factors)
             return rows, factors, indices, beside, kept
