@@ -15,6 +15,7 @@ import (
 func switchyard_expand(call *C.struct_switchyard_expand_call) C.int32_t {
 	return guard(func() error {
 		c := (*core.ExpandCall)(unsafe.Pointer(call))
+		C.switchyard_large(call.ToRows.Addr, call.ToRows.Bytes)
 		return c.Expand(&core.Expansion{
 			Indices: memory[int64](c.Indices), Slots: memory[int32](c.Slots),
 			Rows: memory[byte](c.Rows), ToRows: memory[byte](c.ToRows), Scales: memory[byte](c.Scales), ToScales: memory[byte](c.ToScales),
@@ -29,6 +30,7 @@ func switchyard_expand(call *C.struct_switchyard_expand_call) C.int32_t {
 func switchyard_fold(call *C.struct_switchyard_fold_call) C.int32_t {
 	return guard(func() error {
 		c := (*core.FoldCall)(unsafe.Pointer(call))
+		C.switchyard_large(call.Sums.Addr, call.Sums.Bytes)
 		return c.Fold(memory[byte](c.Rows), memory[byte](c.Sums), memory[int32](c.Slots))
 	})
 }

@@ -434,6 +434,8 @@ static bool room(const struct switchyard_deliveries *of, const struct switchyard
 			return false;
 		into[i]->Bytes = length * part->Bytes;
 	}
+	if (device < 0)
+		switchyard_large(r->Rows.Addr, r->Rows.Bytes);
 	left->copy = up(of->Sources + length * of->SourceBytes);
 	const int64_t size = left->copy + choices->Bytes + (device < 0 ? ALIGN - 1 : 0);
 	if (!fresh(1, &size, SWITCHYARD_UINT8, device, &made[PARTS], &at))

@@ -21,6 +21,11 @@ void *switchyard_hold(uint64_t handle);
 void switchyard_share(void *hold); // by one user more
 void switchyard_unhold(void *hold);
 
+// Fresh memory of the host is about to be written, all of it. The system hands out what is large in large pages then,
+// if it does so where it is asked: torch gets results of 32 MiB and more anew each time, and pages of 4 KiB take longer
+// than what is written to them.
+void switchyard_large(uint64_t addr, int64_t bytes);
+
 // Calls of tensors as operators of torch: switchyard::all_to_all, dispatch_rows, combine_rows, and the last two with
 // weights, dispatch_weighted and combine_weighted; deliver_rows is a dispatch whose results are copied. The first call
 // registers them, and any call returns the name of what torch has not, NULL where nothing is missing. They go by the
