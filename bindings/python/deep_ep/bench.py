@@ -190,6 +190,16 @@ class Rank:
             n = got.host_counts().rows if waits or not self.cuda else dispatcher.max_rows
             return back[:n], got
 
+        def expanded() -> Any:
+            rows, _, _, handle, _ = elastic.dispatch(
+                x, idx, weights, num_experts=a.experts, num_max_tokens_per_rank=count, do_expand=True
+            )
+            return wide[: rows.shape[0]], handle
+
+        def by_expert() -> Any:
+            got = flat.dispatch(sent, idx, weights)
+            return wide[: got.host_counts().rows], got
+
         def pair(of: Any, dispatch: Callable[[], Any]) -> Callable[[], Any]:
             return lambda: of.combine(*dispatch())
 
@@ -206,6 +216,16 @@ class Rank:
                 self.graphs(f"{name}, {way}", pair(of, theirs), pair(dispatcher, ours))
             if a.best:
                 self.halves(f"{name}, {way}", of, theirs, dispatcher, ours)
+        if not float8 and count <= 1024:  # the flat output has a row for each choice
+            flat = switchyard.Dispatcher(
+                a.experts, a.top_k, a.hidden, max_tokens=count, dtype=sent.dtype, combine_dtype=self.type, layout="flat",
+                align=1, sources=True, handles=2, host_counts=self.cuda, group=dist.group.WORLD, device=self.device,
+            )  # fmt: skip
+            wide = torch.randn(flat.max_rows, a.hidden, device=self.device).to(self.type)
+            self.compare(f"{name}, V2 expanded", pair(elastic, expanded), pair(flat, by_expert))
+            if a.best:
+                self.halves(f"{name}, V2 expanded", elastic, expanded, flat, by_expert)
+            flat.close()
         dispatcher.close()
         elastic.destroy()
         buffer.destroy()
