@@ -212,12 +212,10 @@ func countGPUs(t testing.TB) int {
 	return gpus
 }
 
-// The driver takes 32 queues in place of 8. Ranks of one process that share a GPU have streams of their own, and those that share
+// The driver takes 32 queues, the most that it can have, in place of 8. Ranks of one process that share a GPU have streams of their own, and those that share
 // a queue can hold each other up for ever: a call waits for a peer's, which is behind it.
 func init() {
-	if os.Getenv("CUDA_DEVICE_MAX_CONNECTIONS") == "" {
-		os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-	}
+	os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 }
 
 // keepContexts opens all GPUs of which it has none yet, so that their contexts last as long as the process: it takes a GPU a second to make one.
