@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from layers import HIDDEN, applied, dispatched, routing, want
 
 import deep_ep
-from deep_ep import _pool
+from deep_ep import _pool, _streams
 
 CPU = torch.device("cpu")
 
@@ -79,3 +81,49 @@ def last(rank, size):
 
 def test_the_last_destroy_gives_memory_back(gloo):
     gloo.run(last)
+
+
+def test_reads_are_awaited_by_other_streams_alone():
+    """With streams that are numbers, since the host has none."""
+    now, captured, seen = [1], [False], []
+
+    class Stream(int):
+        def wait_event(self, event):
+            seen.append(("wait", int(self)))
+
+    class Event:
+        def record(self, stream):
+            seen.append(("record", int(stream)))
+
+    def raw_stream(index):
+        return now[0]
+
+    def stream_now(index):
+        return Stream(now[0])
+
+    def capturing():
+        return captured[0]
+
+    with (
+        mock.patch.multiple(_streams, raw_stream=raw_stream, stream_now=stream_now, capturing=capturing),
+        mock.patch.object(torch.cuda, "Event", Event),
+    ):
+        reads = _streams.Reads(torch.device("cuda", 0))
+        reads.follow()
+        reads.mark()
+        reads.follow()
+        assert seen == [("record", 1)]
+        now[0] = 2
+        reads.follow()
+        reads.mark()
+        reads.mark()
+        assert seen[1:] == [("wait", 2), ("record", 2), ("record", 2)]
+        now[0], captured[0] = 1, True
+        reads.follow()
+        reads.mark()
+        assert len(seen) == 4
+        assert reads.capturing()
+    host = _streams.Reads(torch.device("cpu"))
+    host.mark()
+    host.follow()
+    assert not host.capturing()

@@ -251,12 +251,14 @@ class Engine:
 
     def send_slab(self, shape: Shape, x: Tensor, idx: Tensor, first: bool) -> tuple[Any, Routing, Tensor]:
         """Send few tokens to their experts. The rows lie in the dispatcher's memory until LENT more calls were made; the third
-        result, the choices of each expert, in memory of its own."""
+        result, the choices of each expert, in memory of its own. The stream waits until what may be overwritten was read."""
         if idx.dtype is not torch.int64:
             idx = idx.to(torch.int64)
         made = self._found.get(shape)
-        if made is None or not made.pooled or self._cuda:
-            made = self._lender(shape)
+        if made is None or not made.pooled or (self._cuda and capturing()):
+            made = self._ready(shape, 0)
+        if self._cuda:
+            self._reads.follow()
         numbers, counts = numbers_of(made.dispatcher, x)
         live = made.lend(lease, made.dispatcher, x, idx, first, numbers)
         self.pool.calls = made.used = self.pool.calls + 1
@@ -286,12 +288,6 @@ class Engine:
         y: Tensor = combining.wait()
         self._reads.mark()
         return y
-
-    def _lender(self, shape: Shape) -> Made:
-        """The dispatcher for a call whose result is lent. The call's stream waits until what it may overwrite was read."""
-        made = self._ready(shape, 0)
-        self._reads.follow()
-        return made
 
     # Ways back
 
@@ -326,7 +322,8 @@ class Engine:
             )
         shape = routing.shape._replace(dtype=dtype, scales="", quantize="")
         empty = torch.empty((routing.tokens, shape.hidden), dtype=dtype, device=self.device)
-        made = self._lender(shape)
+        made = self._ready(shape, 0)
+        self._reads.follow()
         return made.lend(lease, made.dispatcher, empty, routing.idx, False, None).serves(routing)
 
     def _fitted(self, name: str, x: Tensor, kept: Any, routing: Routing) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 from switchyard import errors
 from switchyard._torch.compiler import leaving
-from switchyard._torch.cuda import stream_now
+from switchyard._torch.cuda import capturing, raw_stream, stream_now
 
 from .utils.event import EventHandle, event_of
 
@@ -75,11 +75,13 @@ class Reads:
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._event: Any = None
+        #: The stream that read last, by torch's number and as an object.
+        self._raw: Optional[int] = None
         self._stream: Any = None
 
     def capturing(self) -> bool:
         """Whether the current stream is captured."""
-        return self._cuda and torch.cuda.is_current_stream_capturing()
+        return self._cuda and capturing()  # type: ignore[no-any-return]
 
     def refuse_capture(self, what: str) -> None:
         if self.capturing():
@@ -91,18 +93,18 @@ class Reads:
 
     def mark(self) -> None:
         """Remember that outputs have been read so far."""
-        if self._cuda and not self.capturing():
-            if self._event is None:
-                self._event = torch.cuda.Event()
-            self._stream = self.current()
-            self._event.record(self._stream)
+        if not self._cuda or capturing():
+            return
+        raw = raw_stream(self._device.index)
+        if raw != self._raw:
+            self._event = self._event or torch.cuda.Event()
+            self._raw, self._stream = raw, self.current()
+        self._event.record(self._stream)
 
     def follow(self) -> None:
         """Have this call's stream wait until outputs that it may take have been read."""
-        if self._stream is not None and not self.capturing():
-            stream = self.current()
-            if stream != self._stream:
-                stream.wait_event(self._event)
+        if self._raw is not None and raw_stream(self._device.index) != self._raw and not capturing():
+            self.current().wait_event(self._event)
 
 
 def _tensors(values: Any) -> list[Any]:
