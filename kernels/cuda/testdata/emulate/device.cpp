@@ -54,6 +54,7 @@ const std::map<std::string, kernel> kernels = {
     {"p2p_signal", kernel_of(SW_POINT_WAITERS, p2p_signal)},
     {"p2p_wait", kernel_of(SW_POINT_WAITERS, p2p_wait)},
     {"p2p_messages", kernel_of(SW_MESSAGE_THREADS, p2p_messages)},
+    {"p2p_few_messages", kernel_of(SW_FEW_MESSAGE_THREADS, p2p_few_messages)},
     {"ring_trial", kernel_of(64, ring_trial)},
     {"alltoallv_packet", kernel_of(SW_PACKET_THREADS, alltoallv_packet)},
     {"alltoallv", kernel_of(SW_SEND_THREADS + SW_WATCH_THREADS + SW_RECV_THREADS, alltoallv, 96 << 10)},
