@@ -23,28 +23,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bindings" / "pytho
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from benchmarks.common import GRAPH, Report, name_of, on_host, ratio_of, size_of, timed
+from benchmarks.common import GRAPH, Report, Side, name_of, ratio_of, size_of
 
 import switchyard
 
 RANKS = 2
 
 
-class Side:
+class Messages(Side):
     """Messages between two ranks by one library: torch.distributed or switchyard, whose calls have the same names."""
 
     def __init__(self, name: str, library: Any, out: torch.Tensor, into: torch.Tensor, both: bool) -> None:
-        self.name, self.library, self.out, self.into, self.both = name, library, out, into, both
+        self.library, self.out, self.into, self.both = library, out, into, both
         self.rank = dist.get_rank()
         self.peer = 1 - self.rank
-        self.eager: list[float] = []
-        self.replayed: list[float] = []
-        self.graph = None
-        self.check()
-        if out.is_cuda:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.calls(GRAPH)
+        super().__init__(name, out)
 
     def calls(self, n: int) -> None:
         """n messages one after the other, or n pairs of messages."""
@@ -70,22 +63,16 @@ class Side:
         if wrong:
             raise SystemExit(f"rank {self.rank}: {self.name}: {wrong} of {self.into.numel()} bytes are wrong")
 
-    def time(self, n: int) -> None:
-        self.calls(2)
-        clock = timed if self.out.is_cuda else on_host
-        self.eager.append(clock(self.calls, n)[0])
-        if self.graph is not None:
-            self.graph.replay()
-            self.replayed.append(clock(lambda n: [self.graph.replay() for _ in range(n)], max(n // GRAPH, 1))[0] / GRAPH)
 
-
-def sides_of(n: int, both: bool, device: str, theirs: str) -> list[Side]:
+def sides_of(n: int, both: bool, device: str, theirs: str) -> list[Messages]:
     """Ours from memory that the peer maps, ours from torch's, and the peer library's."""
     ours = [switchyard.empty(n, dtype=torch.uint8, device=device) for _ in range(2)]
     own = [torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2)]
     return [
-        Side("symmetric", switchyard, *ours, both), Side("ordinary", switchyard, *own, both), Side(theirs, dist, *own, both),
-    ]  # fmt: skip
+        Messages("symmetric", switchyard, *ours, both),
+        Messages("ordinary", switchyard, *own, both),
+        Messages(theirs, dist, *own, both),
+    ]
 
 
 def measure(args: argparse.Namespace, device: str) -> None:

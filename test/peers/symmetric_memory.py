@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bindings" / "pytho
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from benchmarks.common import GRAPH, Report, name_of, on_host, ratio_of, size_of, timed
+from benchmarks.common import Report, Side, name_of, ratio_of, size_of
 
 import switchyard
 
@@ -32,19 +32,12 @@ import switchyard
 ONE_SHOT = 8 << 20
 
 
-class Side:
+class Sums(Side):
     """All-reduces of a tensor by one way of a library."""
 
     def __init__(self, name: str, x: torch.Tensor, call: Callable[[], Any]) -> None:
-        self.name, self.x, self.call = name, x, call
-        self.eager: list[float] = []
-        self.replayed: list[float] = []
-        self.graph = None
-        self.check()
-        if x.is_cuda:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.calls(GRAPH)
+        self.x, self.call = x, call
+        super().__init__(name, x)
 
     def calls(self, n: int) -> None:
         for _ in range(n):
@@ -66,21 +59,13 @@ class Side:
             raise SystemExit(f"rank {rank}: {self.name}: {wrong} of {self.x.numel()} elements are wrong")
         self.x.zero_()  # sums of sums stay what they are
 
-    def time(self, n: int) -> None:
-        self.calls(3)
-        clock = timed if self.x.is_cuda else on_host
-        self.eager.append(clock(self.calls, n)[0])
-        if self.graph is not None:
-            self.graph.replay()
-            self.replayed.append(clock(lambda n: [self.graph.replay() for _ in range(n)], max(n // GRAPH, 1))[0] / GRAPH)
-
 
 def synchronize(x: torch.Tensor) -> None:
     if x.is_cuda:
         torch.cuda.synchronize()
 
 
-def torchs(n: int, device: str) -> list[Side]:
+def torchs(n: int, device: str) -> list[Sums]:
     """The ways of torch's symmetric memory."""
     import torch.distributed._symmetric_memory as symmetric
 
@@ -92,19 +77,19 @@ def torchs(n: int, device: str) -> list[Side]:
     def in_place() -> None:
         two(x, "sum", group)
 
-    sides = [Side("two-shot", x, in_place)]
+    sides = [Sums("two-shot", x, in_place)]
     if x.nbytes <= ONE_SHOT:
-        sides.append(Side("one-shot", x, lambda: one(x, "sum", group)))
+        sides.append(Sums("one-shot", x, lambda: one(x, "sum", group)))
     return sides
 
 
-def ours(n: int, device: str) -> Side:
+def ours(n: int, device: str) -> Sums:
     x = switchyard.empty(n, dtype=torch.bfloat16, device=device)
 
     def in_place() -> None:
         switchyard.all_reduce(x)
 
-    return Side("Switchyard", x, in_place)
+    return Sums("Switchyard", x, in_place)
 
 
 def measure(args: argparse.Namespace, device: str) -> None:

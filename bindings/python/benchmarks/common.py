@@ -108,3 +108,37 @@ def on_host(run, n: int) -> tuple[float, float]:
     run(n)
     seconds = slowest((time.perf_counter() - began) / n)
     return seconds, seconds
+
+
+class Side:
+    """Calls of one library, and the seconds that one takes in each block of them: eager and, on GPUs, in a CUDA graph."""
+
+    def __init__(self, name: str, x: torch.Tensor) -> None:
+        """x is a tensor of the calls, for which all is there that they need."""
+        self.name = name
+        self.eager: list[float] = []
+        self.replayed: list[float] = []
+        self._clock = timed if x.is_cuda else on_host
+        self._graph = None
+        self.check()
+        if x.is_cuda:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self.calls(GRAPH)
+
+    def calls(self, n: int) -> None:
+        """Make n calls."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Make calls, and end the program if they are wrong."""
+        raise NotImplementedError
+
+    def time(self, n: int) -> None:
+        """Measure a block of n calls."""
+        self.calls(3)
+        self.eager.append(self._clock(self.calls, n)[0])
+        graph = self._graph
+        if graph is not None:
+            graph.replay()
+            self.replayed.append(self._clock(lambda n: [graph.replay() for _ in range(n)], max(n // GRAPH, 1))[0] / GRAPH)
