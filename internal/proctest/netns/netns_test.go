@@ -2,7 +2,7 @@ package netns
 
 import (
 	"errors"
-	"os/exec"
+	"os"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -34,7 +34,7 @@ func TestNamespacesReachEachOther(t *testing.T) {
 
 func requireUp(t *testing.T, s *Namespace) {
 	t.Helper()
-	state, err := exec.Command("cat", s.port).Output()
+	state, err := os.ReadFile(s.port)
 	require.NoError(t, err)
 	require.Equal(t, "3\n", string(state), "%s: 3 is forwarding", s.Device)
 }
