@@ -32,6 +32,7 @@ type Options struct {
 	// Semaphores is how many there are from each rank to each other; default 8, at most 1024. Each takes 128 bytes a peer.
 	Semaphores int
 	// Boxes is how many messages of a rank can be on their way to another, received or not; default 32, at most 1024. One more waits for room.
+	// GPUs have the next power of two.
 	Boxes int
 	// EagerBytes bounds messages whose sender is done with them at once; default 8 KiB, at most 1 MiB. Every rank holds Boxes times as much
 	// for every peer. Negative is for empty messages only.

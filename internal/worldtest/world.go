@@ -212,8 +212,8 @@ func countGPUs(t testing.TB) int {
 	return gpus
 }
 
-// The driver takes 32 queues, the most that it can have, in place of 8. Ranks of one process that share a GPU have streams of their own, and those that share
-// a queue can hold each other up for ever: a call waits for a peer's, which is behind it.
+// The driver takes 32 queues, the most that it can have, in place of 8. Ranks of one process that share a GPU have streams of their own, and
+// those that share a queue can hold each other up for ever: a call waits for a peer's, which is behind it.
 func init() {
 	os.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 }
