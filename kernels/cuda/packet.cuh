@@ -126,6 +126,16 @@ struct quad {
 	}
 };
 
+// Parts that are not aligned have functions of their own, so that others need not fetch their instructions.
+__device__ __noinline__ quad load_odd(u64 p, i64 n)
+{
+	quad q;
+	q.load_odd(p, n);
+	return q;
+}
+
+__device__ __noinline__ void store_odd(quad q, u64 p, i64 n) { q.store_odd(p, n); }
+
 // A thread's part of one group: where it is in the message and on the wire, whose first group lies at place.
 struct part {
 	i64 at, left;

@@ -18,15 +18,6 @@ __device__ __forceinline__ u64 packet_place(const sw_reduce_args &a, u64 epoch, 
 	return segment(a.world, dst) + region + (packet::parity(epoch) * a.world.size + src) * a.block.packet_stride;
 }
 
-__device__ __noinline__ quad load_odd(u64 p, i64 n)
-{
-	quad q;
-	q.load_odd(p, n);
-	return q;
-}
-
-__device__ __noinline__ void store_odd(quad q, u64 p, i64 n) { q.store_odd(p, n); }
-
 __device__ __forceinline__ void load_part(quad &q, const part &t, u64 user)
 {
 	if (t.left <= 0)

@@ -138,15 +138,6 @@ struct leader_board {
 
 // ---- small messages, whose packets have the message's number for their flag --------------------------------------
 
-// Parts that are not aligned have functions of their own, so that others need not fetch their instructions.
-__device__ __noinline__ quad load_unaligned(u64 from, i64 left)
-{
-	quad q;
-	q.load_odd(from, left);
-	return q;
-}
-__device__ __noinline__ void store_unaligned(quad q, u64 to, i64 left) { q.store_odd(to, left); }
-
 template <bool few> __device__ __forceinline__ void write_small(const messenger &m, const task &t)
 {
 	const sw_message_entry &e = m.entry(t.entry);
@@ -158,7 +149,7 @@ template <bool few> __device__ __forceinline__ void write_small(const messenger 
 		if (p.whole)
 			q.load(e.address + p.at, p.left);
 		else
-			q = load_unaligned(e.address + p.at, p.left);
+			q = load_odd(e.address + p.at, p.left);
 #pragma unroll
 		for (int k = 0; k < 4; k++)
 			q.put(p.wire, k, flag);
@@ -184,7 +175,7 @@ template <bool few> __device__ __forceinline__ bool read_small(const messenger &
 		if (p.whole)
 			q.store(e.address + p.at, p.left);
 		else
-			store_unaligned(q, e.address + p.at, p.left);
+			store_odd(q, e.address + p.at, p.left);
 	}
 	return true;
 }
