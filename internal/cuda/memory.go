@@ -46,7 +46,7 @@ func (c *Context) Set(s Stream, dst uintptr, value byte, n int64) error {
 	return c.call(opMemsetD8Async, &a, nil)
 }
 
-// Write copies host bytes to the device in the stream's order and waits for the stream. For the control plane and tests.
+// Write waits for the stream, copies host bytes to the device, and waits for that. For the control plane and tests.
 func (c *Context) Write(s Stream, dst uintptr, src []byte) error {
 	if len(src) == 0 {
 		return nil
@@ -55,7 +55,7 @@ func (c *Context) Write(s Stream, dst uintptr, src []byte) error {
 	return c.call(opMemcpyHtoD, &a, unsafe.Pointer(&src[0]))
 }
 
-// Read copies device bytes to the host in the stream's order and waits for the stream. For the control plane and tests.
+// Read waits for the stream, copies device bytes to the host, and waits for that. For the control plane and tests.
 func (c *Context) Read(s Stream, dst []byte, src uintptr) error {
 	if len(dst) == 0 {
 		return nil

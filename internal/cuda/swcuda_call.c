@@ -223,15 +223,19 @@ static sw_result call(sw_driver *d, int32_t op, uint64_t *a, void *p)
 	case SW_OP_cuMemcpyAsync:
 		NEED(cuMemcpyAsync);
 		return d->cuMemcpyAsync(a[0], a[1], a[2], HANDLE(a[3]));
+	/* Memory of Go is not pinned. A copy of it that finds work on its stream waits inside the driver, and holds up
+	   copies on all streams of the context: those of a rank, say, for whose signal that work waits. */
 	case SW_OP_cuMemcpyHtoD:
 		NEED(cuMemcpyHtoDAsync);
 		NEED(cuStreamSynchronize);
-		r = d->cuMemcpyHtoDAsync(a[0], p, a[1], HANDLE(a[2]));
+		r = d->cuStreamSynchronize(HANDLE(a[2]));
+		r = r != 0 ? r : d->cuMemcpyHtoDAsync(a[0], p, a[1], HANDLE(a[2]));
 		return r != 0 ? r : d->cuStreamSynchronize(HANDLE(a[2]));
 	case SW_OP_cuMemcpyDtoH:
 		NEED(cuMemcpyDtoHAsync);
 		NEED(cuStreamSynchronize);
-		r = d->cuMemcpyDtoHAsync(p, a[0], a[1], HANDLE(a[2]));
+		r = d->cuStreamSynchronize(HANDLE(a[2]));
+		r = r != 0 ? r : d->cuMemcpyDtoHAsync(p, a[0], a[1], HANDLE(a[2]));
 		return r != 0 ? r : d->cuStreamSynchronize(HANDLE(a[2]));
 	case SW_OP_cuMemsetD8Async:
 		NEED(cuMemsetD8Async);

@@ -683,8 +683,12 @@ i32 emu_cuMemcpyAsync(u64 dst, u64 src, size_t n, u64 s)
 	return OK;
 }
 
+// A copy of memory that is not pinned waits for its stream inside the driver, and holds up those of all other streams.
+std::mutex pageable;
+
 i32 emu_cuMemcpyHtoDAsync(u64 dst, const void *src, size_t n, u64 s)
 {
+	std::lock_guard one{pageable};
 	drain(s);
 	CALL_OR_FAIL(here());
 	if (is_multicast(dst))
@@ -697,6 +701,7 @@ i32 emu_cuMemcpyHtoDAsync(u64 dst, const void *src, size_t n, u64 s)
 
 i32 emu_cuMemcpyDtoHAsync(void *dst, u64 src, size_t n, u64 s)
 {
+	std::lock_guard one{pageable};
 	drain(s);
 	CALL_OR_FAIL(here());
 	if (!accessible(src, n))
