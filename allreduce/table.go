@@ -87,7 +87,7 @@ func (t *Table) validate() error {
 			whole[reach{of.collective, c.Ranks}] = true
 		}
 		m := c.measured()
-		if err := m.Validate(); err != nil {
+		if err := m.Validate("bytes"); err != nil {
 			return invalid("table: %s by %s on %d ranks: %v", c.Collective, c.Algorithm, c.Ranks, err)
 		}
 	}
@@ -105,7 +105,7 @@ func (t *Table) validate() error {
 }
 
 func (c *Curve) measured() curve.Measured {
-	return curve.Measured{Setting: curve.Setting{SMs: c.SMs, Rate: c.Rate}, Bytes: c.Bytes, Microseconds: c.Microseconds}
+	return curve.Measured{Setting: curve.Setting{SMs: c.SMs, Rate: c.Rate}, Sizes: c.Bytes, Microseconds: c.Microseconds}
 }
 
 // course is one kind of call with times in a table.

@@ -36,8 +36,8 @@ func (l *List) Check() error {
 func (l *List) Algorithm() Algorithm { return listed{l} }
 
 func (l *List) validate() error {
-	times := curve.Measured{Bytes: l.Bytes, Microseconds: l.Microseconds}
-	switch err := times.Validate(); {
+	times := curve.Measured{Sizes: l.Bytes, Microseconds: l.Microseconds}
+	switch err := times.Validate("bytes"); {
 	case len(l.Orders) < 2:
 		return invalid("algorithm %q has orders of %d ranks, want at least 2", l.Name, len(l.Orders))
 	case l.Window < 0 || l.Window >= len(l.Orders):

@@ -79,7 +79,7 @@ func (t *Table) validate() error {
 		}
 		seen[k] = true
 		m := c.measured()
-		if err := m.Validate(); err != nil {
+		if err := m.Validate("bytes"); err != nil {
 			return invalid("table: %+v: %v", k, err)
 		}
 		covered[key{ranks: c.Ranks}] = true
@@ -104,7 +104,7 @@ func (t *Table) validate() error {
 }
 
 func (c *Curve) measured() curve.Measured {
-	return curve.Measured{Setting: curve.Setting{SMs: c.SMs, Rate: c.Rate}, Bytes: c.Bytes, Microseconds: c.Microseconds}
+	return curve.Measured{Setting: curve.Setting{SMs: c.SMs, Rate: c.Rate}, Sizes: c.Bytes, Microseconds: c.Microseconds}
 }
 
 // estimates are a table's times for one world and one bound of multiprocessors, in a form for fast look-ups.

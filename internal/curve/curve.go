@@ -24,22 +24,22 @@ type Setting struct {
 // Measured are the times of a way in one setting.
 type Measured struct {
 	Setting
-	// Bytes are what a rank has for all ranks, its own part included, ascending. Microseconds are the time of each.
-	Bytes        []int64
+	// Sizes are what a rank has for all ranks, its own part included, ascending: bytes or tokens. Microseconds are the time of each.
+	Sizes        []int64
 	Microseconds []float64
 }
 
-// Validate refuses figures that cannot be.
-func (m *Measured) Validate() error {
+// Validate refuses figures that cannot be. unit is what the sizes count.
+func (m *Measured) Validate(unit string) error {
 	if m.SMs < 0 || !(m.Rate >= 0) || math.IsInf(m.Rate, 1) {
 		return fmt.Errorf("%d multiprocessors, rate %v", m.SMs, m.Rate)
 	}
-	if len(m.Bytes) == 0 || len(m.Bytes) != len(m.Microseconds) {
-		return fmt.Errorf("%d sizes and %d times", len(m.Bytes), len(m.Microseconds))
+	if len(m.Sizes) == 0 || len(m.Sizes) != len(m.Microseconds) {
+		return fmt.Errorf("%d sizes and %d times", len(m.Sizes), len(m.Microseconds))
 	}
-	for i, n := range m.Bytes {
-		if us := m.Microseconds[i]; n <= 0 || i > 0 && n <= m.Bytes[i-1] || !(us > 0) || math.IsInf(us, 1) {
-			return fmt.Errorf("%v us for %d bytes at place %d", us, n, i)
+	for i, n := range m.Sizes {
+		if us := m.Microseconds[i]; n <= 0 || i > 0 && n <= m.Sizes[i-1] || !(us > 0) || math.IsInf(us, 1) {
+			return fmt.Errorf("%v us for %d %s at place %d", us, n, unit, i)
 		}
 	}
 	return nil
@@ -96,10 +96,15 @@ func nearest(ranks int, measured []int) int {
 	return nearest
 }
 
-// Point is a measurement: log2 of the bytes that leave a rank, and log2 of the microseconds.
+// Point is a measurement: log2 of the bytes or tokens that leave a rank, and log2 of the microseconds.
 type Point struct {
-	Bytes, US float64
+	Size, US float64
 	Setting
+}
+
+// Leaving is log2 of what leaves a rank of a size that it has in equal parts for all ranks, its own part included.
+func Leaving(size int64, ranks int) float64 {
+	return math.Log2(float64(size) * float64(ranks-1) / float64(ranks))
 }
 
 // Points are the best measurements of a way, ascending by size.
@@ -117,16 +122,16 @@ func Best(of []Measured, ranks, maxSMs int) Points {
 		if c.SMs > maxSMs && i > 0 && of[0].SMs <= maxSMs {
 			break
 		}
-		for k, n := range c.Bytes {
+		for k, n := range c.Sizes {
 			us, s := c.Microseconds[k], c.Setting
 			if s.SMs > maxSMs { // so few offer less than a link carries
 				us, s = us*float64(s.SMs)/float64(maxSMs), Setting{SMs: maxSMs}
 			}
-			points.add(Point{math.Log2(float64(n) * float64(ranks-1) / float64(ranks)), math.Log2(us), s})
+			points.add(Point{Leaving(n, ranks), math.Log2(us), s})
 		}
 	}
 	slices.SortFunc(points, func(a, b Point) int {
-		if a.Bytes < b.Bytes {
+		if a.Size < b.Size {
 			return -1
 		}
 		return 1
@@ -137,7 +142,7 @@ func Best(of []Measured, ranks, maxSMs int) Points {
 // add takes a point in where it is the best of its size.
 func (p *Points) add(n Point) {
 	for i, q := range *p {
-		if q.Bytes == n.Bytes {
+		if q.Size == n.Size {
 			us := math.Exp2(n.US)
 			if q.SMs == n.SMs && us < math.Exp2(q.US) || us < fewer*math.Exp2(q.US) {
 				(*p)[i] = n
@@ -148,22 +153,22 @@ func (p *Points) add(n Point) {
 	*p = append(*p, n)
 }
 
-// At is the time in microseconds with 2^x bytes leaving or reaching a rank, and the setting for it. Between two measurements it follows
+// At is the time in microseconds with 2^x bytes or tokens leaving or reaching a rank, and the setting for it. Between two measurements it follows
 // the straight line in logarithms, below the first it stays, above the last the rate stays.
 func (p Points) At(x float64) (us float64, s Setting) {
 	first, last := p[0], p[len(p)-1]
-	if x <= first.Bytes {
+	if x <= first.Size {
 		return math.Exp2(first.US), first.Setting
 	}
-	if x >= last.Bytes {
-		return math.Exp2(last.US + x - last.Bytes), last.Setting
+	if x >= last.Size {
+		return math.Exp2(last.US + x - last.Size), last.Setting
 	}
 	i := 1
-	for p[i].Bytes < x {
+	for p[i].Size < x {
 		i++
 	}
 	a, b := p[i-1], p[i]
-	f := (x - a.Bytes) / (b.Bytes - a.Bytes)
+	f := (x - a.Size) / (b.Size - a.Size)
 	if s = a.Setting; f >= 0.5 {
 		s = b.Setting
 	}

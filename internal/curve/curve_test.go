@@ -43,15 +43,15 @@ func TestTheBestSettingOfEachSize(t *testing.T) {
 
 func TestFiguresThatCannotBe(t *testing.T) {
 	good := Measured{Setting{SMs: 1}, []int64{1, 2}, []float64{1, 1}}
-	require.NoError(t, good.Validate())
+	require.NoError(t, good.Validate("bytes"))
 	for want, m := range map[string]Measured{
-		"-1 multiprocessors": {Setting{SMs: -1}, good.Bytes, good.Microseconds},
-		"rate -2":            {Setting{Rate: -2}, good.Bytes, good.Microseconds},
+		"-1 multiprocessors": {Setting{SMs: -1}, good.Sizes, good.Microseconds},
+		"rate -2":            {Setting{Rate: -2}, good.Sizes, good.Microseconds},
 		"0 sizes":            {},
-		"1 times":            {Setting{}, good.Bytes, []float64{1}},
+		"1 times":            {Setting{}, good.Sizes, []float64{1}},
 		"for 1 bytes at":     {Setting{}, []int64{2, 1}, good.Microseconds},
-		"NaN us":             {Setting{}, good.Bytes, []float64{1, math.NaN()}},
+		"NaN us":             {Setting{}, good.Sizes, []float64{1, math.NaN()}},
 	} {
-		require.ErrorContains(t, m.Validate(), want)
+		require.ErrorContains(t, m.Validate("bytes"), want)
 	}
 }
