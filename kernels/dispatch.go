@@ -332,6 +332,9 @@ type DispatchCall struct {
 	// Blocks bounds the multiprocessors that the launch takes; 0 is the engine's choice. The host engine runs on its caller or
 	// stream.
 	Blocks int
+	// DefaultBlocks, where Blocks is 0, is how many multiprocessors kernels take by which tokens or rows cross while no pass over this rank's
+	// rows runs next to them. An engine takes fewer where it leaves others free by default. 0 is the engine's choice.
+	DefaultBlocks int
 	Launched
 }
 

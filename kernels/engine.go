@@ -71,7 +71,7 @@ type Operation interface {
 	Noted() *Note
 }
 
-// Layout is the size of a control block.
+// Layout is the size of a control block, and what follows from the bounds besides.
 type Layout struct {
 	// Bytes is the whole of it, and Zero how many at its start must be zero before the first launch.
 	Bytes, Zero int64
@@ -83,6 +83,8 @@ type Layout struct {
 	Common int64
 	// Routing is where in State the routing of a dispatch lies, and RoutingBytes how long it is, see DispatchRouting.
 	Routing, RoutingBytes int64
+	// LowLatency says that a dispatcher's tokens cross by the protocol for few of DispatchBounds.LowLatency.
+	LowLatency bool
 }
 
 // Traits is what plans may want to know of how a port moves bytes. It is this rank's: peers may have others.

@@ -1,6 +1,7 @@
 package cuda
 
 import (
+	"cmp"
 	"fmt"
 
 	"github.com/switchyard-moe/switchyard/internal/cuda"
@@ -85,7 +86,7 @@ func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err
 func (l *dispatchCall) crossing(beside bool) int {
 	switch {
 	case !beside:
-		return l.blocks(dispatchBlocks)
+		return l.blocks(cmp.Or(l.c.DefaultBlocks, dispatchBlocks))
 	case l.c.Op == kernels.OpDispatch || l.c.Op == kernels.OpRedispatch:
 		return dispatchSendBesideBlocks
 	}
@@ -346,10 +347,11 @@ func (l *dispatchCall) order() int {
 
 // fewBlocks is how many blocks a kernel for few tokens has: with very few, more of them only wait.
 func (l *dispatchCall) fewBlocks() int {
+	byDefault := dispatchMaxBlocks
 	if l.c.Tokens <= dispatchVeryFew {
-		return l.blocks(dispatchVeryFewBlocks)
+		byDefault = dispatchVeryFewBlocks
 	}
-	return l.blocks(dispatchMaxBlocks)
+	return l.blocks(cmp.Or(l.c.DefaultBlocks, byDefault))
 }
 
 // take appends the pass that puts rows from staging where their experts' are.

@@ -105,5 +105,6 @@ func (x *dispatches) layout() kernels.Layout {
 		Bytes: control, Zero: control,
 		State: x.block(0).end, Staging: staging,
 		Routing: int64(x.block(0).arrived), RoutingBytes: int64(x.block(0).wiped - x.block(0).arrived),
+		LowLatency: x.few(),
 	}
 }

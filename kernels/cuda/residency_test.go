@@ -140,3 +140,67 @@ func TestX10_CallsLeaveMultiprocessorsToOthers(t *testing.T) {
 	e.Defaults(exchanges)
 	require.LessOrEqual(t, exchanges.Stripes, left)
 }
+
+// DispatchCall.DefaultBlocks takes the place of a call's own default, below what calls leave to others. A bound of the caller goes before it,
+// and kernels next to a pass or a copy have theirs as without it.
+func TestDefaultBlocksOfADispatch(t *testing.T) {
+	if !emulated.Driver(t) {
+		return
+	}
+	d, ctx := emulated.Device(t, 0)
+	memory, err := ctx.MemAlloc(1 << 20)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, ctx.MemFree(memory)) }()
+	e, err := New(ctx, kernels.Space{Base: memory, Stride: 512 << 10, Size: 2}, 1, func() error { return nil })
+	require.NoError(t, err)
+	defer func() { require.NoError(t, e.Close()) }()
+	blocks := func(layout kernels.RowLayout, tokens, bound, byDefault int, copied bool) (dispatch, combine int) {
+		m := &kernels.DispatchBounds{
+			Ranks: 2, Experts: 64, First: []int32{0, 32, 64}, TopK: 8, MaxTokens: tokens, Hidden: 7168, IndexBytes: 4, LowLatency: tokens <= 1024,
+			TokenType: kernels.BFloat16, RowType: kernels.BFloat16, SumType: kernels.BFloat16, Layout: layout, Rows: 64, Align: 1,
+			Handles: make([]kernels.DispatchHandle, 1),
+		}
+		l, err := e.Layout(m)
+		require.NoError(t, err)
+		require.Equal(t, tokens <= 1024 && layout != kernels.TokenRows, l.LowLatency)
+		p, err := e.Open(m, kernels.HeaderBytes)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, p.Close()) }()
+		launch := func(op kernels.Operation) int {
+			before := emulated.Blocks.Of(t, d)
+			require.NoError(t, p.Launch(nil, op))
+			return int(emulated.Blocks.Of(t, d) - before)
+		}
+		call := func(op kernels.DispatchOp) kernels.DispatchCall {
+			return kernels.DispatchCall{Op: op, Phase: kernels.Both, Tokens: tokens, Blocks: bound, DefaultBlocks: byDefault, Launched: kernels.Launched{Timeout: time.Second}}
+		}
+		there := &kernels.Dispatch{DispatchCall: call(kernels.OpDispatch)}
+		if copied {
+			there.Into = &kernels.Results{}
+		}
+		return launch(there), launch(&kernels.Combine{DispatchCall: call(kernels.OpCombine), Rows: kernels.Buffer{Reach: true}})
+	}
+	for _, c := range []struct {
+		layout                                   kernels.RowLayout
+		tokens, bound, byDefault, there, andBack int
+	}{
+		{kernels.RankRows, 16, 0, 0, 64, 64},
+		{kernels.RankRows, 16, 0, 8, 8, 8},
+		{kernels.RankRows, 16, 0, 132, 96, 96},
+		{kernels.RankRows, 16, 24, 8, 24, 24},
+		{kernels.SlabRows, 128, 0, 0, 96, 96},
+		{kernels.SlabRows, 128, 0, 40, 40, 40},
+		{kernels.RankRows, 4096, 0, 0, 24, 24},
+		{kernels.TokenRows, 4096, 0, 16, 16, 16},
+		{kernels.TokenRows, 4096, 0, 48, 32, 48}, // no more than 32 send faster
+		{kernels.TokenRows, 4096, 20, 16, 20, 20},
+	} {
+		there, andBack := blocks(c.layout, c.tokens, c.bound, c.byDefault, false)
+		require.Equal(t, []int{c.there, c.andBack}, []int{there, andBack}, "%+v", c)
+	}
+	for layout, copied := range map[kernels.RowLayout]bool{kernels.FlatRows: false, kernels.TokenRows: true} {
+		without, _ := blocks(layout, 4096, 0, 0, copied)
+		with, _ := blocks(layout, 4096, 0, 8, copied)
+		require.Equal(t, without, with, "%v", layout)
+	}
+}
