@@ -38,6 +38,7 @@ type Dispatcher struct {
 	options Options
 	bounds  *kernels.DispatchBounds
 	layout  kernels.Layout
+	steps   steps // by which calls take multiprocessors
 	// The placement as the engine reads it, and the words in which it counts.
 	table, counters memory.View
 	views           []handleViews
@@ -226,7 +227,11 @@ func (d *Dispatcher) launchOf(kind kernels.DispatchOp, h *Handle) kernels.Dispat
 	if d.options.LowLatency {
 		l.Note.Algorithm = "low latency"
 	}
-	return kernels.DispatchCall{Handle: h.memory, Op: kind, Tokens: h.tokens, Routing: d.routing(h), Blocks: d.options.MaxSMs, Launched: l}
+	c := kernels.DispatchCall{Handle: h.memory, Op: kind, Tokens: h.tokens, Routing: d.routing(h), Blocks: d.options.MaxSMs, Launched: l}
+	if kind != kernels.OpCombineBackward { // whose times are not in tables
+		c.DefaultBlocks = d.steps.at(h.tokens)
+	}
+	return c
 }
 
 // launch puts a call, or the half of it in phase, on s. After the first half the handle keeps the second.

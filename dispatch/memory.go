@@ -38,6 +38,13 @@ func (d *Dispatcher) plan(h *memory.Heap, own *communicator.Config) error {
 		return invalid("%v", err)
 	}
 	d.layout = layout
+	table, err := d.options.table(h.Device().Kind())
+	if err != nil {
+		return err
+	}
+	if d.steps = nil; table != nil && d.options.MaxSMs == 0 {
+		d.steps = table.steps(pairs{layout.LowLatency, !d.bounds.Layout.ByToken()}, d.bounds.Ranks)
+	}
 	var sizes cutter
 	own.Must, own.Family, own.Rest = d.options.fields(), d.bounds, d.bounds.Hosts != nil
 	own.ZeroExtra = d.layOut(&sizes)
