@@ -30,6 +30,10 @@ func dispatchOptions(c config) (dispatch.Options, error) {
 	o := dispatch.Options{
 		Experts: c.Experts, TopK: c.TopK, Hidden: c.Hidden, MaxTokens: c.Tokens, Handles: 1, Quantize: c.Quantize, HostCounts: true,
 	}
+	var err error
+	if o.Table, err = c.dispatchTable(); err != nil {
+		return o, err
+	}
 	known := false
 	for o.Layout = 0; o.Layout.Valid(); o.Layout++ {
 		if known = o.Layout.String() == c.Layout; known {

@@ -11,11 +11,12 @@
 //	go run ./test/perf all -o bench -python .venv/bin/python
 //	go run ./test/perf tune -device cuda -ranks 2,4,8 -o table.json
 //	go run ./test/perf tune -of allreduce -device cuda -ranks 2,4 -o table.json
+//	go run ./test/perf tune -of dispatch -device cuda -ranks 2,4 -o table.json
 //
 // Time is the slowest rank's, from a barrier before each call to the call's end; the median over the iterations is
 // reported. Bandwidth counts the bytes that the busiest rank sends to other ranks, or receives from them. Every element that
 // was received is checked in the same run. tune measures all algorithms and writes the table by which alltoallv selects
-// (alltoallv.Options.Table), or allreduce on GPUs (allreduce.Options.Table). With -peer, another program's benchmark runs in alternation with ours, round by round, and the
+// (alltoallv.Options.Table), or allreduce on GPUs (allreduce.Options.Table), or by which dispatch takes multiprocessors (dispatch.Options.Table). With -peer, another program's benchmark runs in alternation with ours, round by round, and the
 // medians stand side by side; -h says what it must print. With -busy, processes that only compute share the cores with what is measured. all measures
 // everything that a machine has, next to the peers that are installed, and writes bench.json and bench.html.
 package main
@@ -53,6 +54,7 @@ type config struct {
 	Table       string
 	Of          string
 	EachSMs     []int // of tune and dispatch
+	EachTokens  []int // of tune -of dispatch
 	TuneRates   []float64
 	Quick       bool
 	EagerLaunch bool
@@ -174,6 +176,7 @@ func run(ctx context.Context, args []string) (err error) {
 		fs                        = flag.NewFlagSet("perf "+c.Op, flag.ContinueOnError)
 		ranks, splits, sizes, cmd string
 		out, origin, sms, rates   string
+		tokens                    string
 		rounds, busy              int
 		staged                    = stagings{false}
 	)
@@ -195,8 +198,9 @@ func run(ctx context.Context, args []string) (err error) {
 		fs.Int64Var(&c.Eager, "eager", 0, "Options.EagerBytes: messages up to this need no credit (0: the default, -1: none)")
 	}
 	if c.Op == "tune" {
-		fs.StringVar(&c.Of, "of", "alltoallv", "alltoallv, or allreduce on cuda: whose table")
-		fs.StringVar(&sms, "sms", "", "on cuda: numbers of multiprocessors, comma separated (default 8,16; of allreduce 16,32,64,96)")
+		fs.StringVar(&c.Of, "of", "alltoallv", "alltoallv, or on cuda allreduce or dispatch: whose table")
+		fs.StringVar(&sms, "sms", "", "on cuda: numbers of multiprocessors, comma separated (default 8,16; of allreduce 16,32,64,96; of dispatch 16,24,32,48,64,96, without those that the GPU does not have)")
+		fs.StringVar(&tokens, "tokens", "", "of dispatch: tokens a rank, comma separated (default 8 to 512 with low latency, which takes at most 1024, and else 256 to 8192)")
 		fs.StringVar(&rates, "rates", "0,335,345,355,365", "on cuda: GB/s to which a ring's senders are held, or a reduction; 0: as fast as they can")
 		fs.StringVar(&out, "o", "table.json", "the file to write")
 		fs.StringVar(&origin, "origin", "", "what the file says of the machine, date and commit")
@@ -234,6 +238,7 @@ func run(ctx context.Context, args []string) (err error) {
 		fs.IntVar(&c.TopK, "topk", 2, "on the host: experts a token")
 		fs.BoolVar(&c.All, "all", false, "on cuda: other lengths of rows, numbers of experts and tokens, skew, and multiprocessors, too")
 		fs.StringVar(&sms, "sms", "", "on cuda: numbers of multiprocessors, comma separated, that every case runs with (0: the default) in place of its own")
+		fs.StringVar(&c.Table, "table", "", "on cuda: a file that tune -of dispatch has written, for Options.Table")
 		fs.StringVar(&c.Only, "only", "", "on cuda: a regular expression that picks cases by their names, such as 'low latency, .* 128 tokens'")
 	}
 	if err := fs.Parse(args[1:]); err != nil {
@@ -253,16 +258,16 @@ func run(ctx context.Context, args []string) (err error) {
 	if c.Op == "tune" && c.Device == "cuda" && !given["sizes"] {
 		sizes += ",128MiB,512MiB"
 	}
-	switch {
-	case c.Op != "tune":
-	case c.Of == "allreduce" && c.Device != "cuda":
-		return errors.New("-of allreduce: only reductions on cuda have a table")
-	case c.Of != "allreduce" && c.Of != "alltoallv":
-		return fmt.Errorf("-of: %q is neither alltoallv nor allreduce", c.Of)
-	case sms == "" && c.Of == "allreduce":
-		sms = "16,32,64,96"
-	case sms == "":
-		sms = "8,16"
+	if c.Op == "tune" {
+		of, known := tuned[c.Of]
+		switch {
+		case !known:
+			return fmt.Errorf("-of: %q is neither alltoallv nor allreduce nor dispatch", c.Of)
+		case of.onCUDA && c.Device != "cuda":
+			return fmt.Errorf("-of %s: only %s on cuda have a table", c.Of, of.calls)
+		case sms == "":
+			sms = of.sms
+		}
 	}
 	for s := range strings.SplitSeq(sizes, ",") {
 		if s == "" {
@@ -274,15 +279,15 @@ func run(ctx context.Context, args []string) (err error) {
 		}
 		c.Sizes = append(c.Sizes, n)
 	}
-	for s := range strings.SplitSeq(sms, ",") {
-		if s == "" {
-			continue
-		}
-		n, err := strconv.Atoi(s)
-		if err != nil || n < 0 || n == 0 && c.Op == "tune" {
-			return fmt.Errorf("-sms: %q is not a number of multiprocessors", s)
-		}
-		c.EachSMs = append(c.EachSMs, n)
+	least := 0
+	if c.Op == "tune" {
+		least = 1
+	}
+	if c.EachSMs, err = numbers("sms", sms, "multiprocessors", least); err != nil {
+		return err
+	}
+	if c.EachTokens, err = numbers("tokens", tokens, "tokens", 1); err != nil {
+		return err
 	}
 	for s := range strings.SplitSeq(rates, ",") {
 		if s == "" {
@@ -335,6 +340,21 @@ func run(ctx context.Context, args []string) (err error) {
 		}
 	}
 	return nil
+}
+
+// numbers are those of a flag, comma separated.
+func numbers(flag, list, of string, least int) (all []int, err error) {
+	for s := range strings.SplitSeq(list, ",") {
+		if s == "" {
+			continue
+		}
+		n, err := strconv.Atoi(s)
+		if err != nil || n < least {
+			return nil, fmt.Errorf("-%s: %q is not a number of %s", flag, s, of)
+		}
+		all = append(all, n)
+	}
+	return all, nil
 }
 
 // measure runs one world, in alternation with the peer when there is one.

@@ -47,7 +47,7 @@ func TestMoEModel(t *testing.T) {
 						if err != nil {
 							return err
 						}
-						if err := x.warm(); err != nil {
+						if err := x.warm(true); err != nil {
 							return err
 						}
 						hd, err := x.calls("pair", 1, nil)

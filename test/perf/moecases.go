@@ -32,14 +32,40 @@ var (
 	}
 )
 
+// bf16 is the place of bfloat16 in rowTypes.
+const bf16 = 2
+
+func newMoECase(s moeShape, layout dispatch.Layout, low bool, types int) moeCase {
+	o := rowTypes[types].o
+	o.Experts, o.TopK, o.Hidden, o.MaxTokens = s.Experts, s.TopK, s.Hidden, s.Tokens
+	o.Layout, o.LowLatency, o.CombineDType, o.Handles = layout, low, kernels.BFloat16, 2
+	if layout == dispatch.Flat {
+		o.Align = 1
+	}
+	return moeCase{moeShape: s, o: o, types: rowTypes[types].name}
+}
+
+// callsPerGraph is how many calls are timed together.
+func (c *moeCase) callsPerGraph() int {
+	if c.o.LowLatency {
+		return callsPerGraph
+	}
+	return callsPerGraph / 2
+}
+
 // casesOf are the cases that a run measures: those whose names match, each with every number of multiprocessors that is asked for.
 func casesOf(c config) (cases []moeCase, err error) {
 	only, err := regexp.Compile(c.Only)
 	if err != nil {
 		return nil, fmt.Errorf("-only: %w", err)
 	}
+	table, err := c.dispatchTable()
+	if err != nil {
+		return nil, err
+	}
 	known := make(map[string]bool)
 	for _, k := range moeCases(c.All) {
+		k.o.Table = table
 		own := c.EachSMs
 		if len(own) == 0 {
 			own = []int{k.sms}
@@ -54,19 +80,23 @@ func casesOf(c config) (cases []moeCase, err error) {
 	return cases, nil
 }
 
+// dispatchTable is the table of the flag, nil without.
+func (c *config) dispatchTable() (*dispatch.Table, error) {
+	if c.Table == "" {
+		return nil, nil
+	}
+	return dispatch.LoadTable(c.Table)
+}
+
 // moeCases are the rows of the table; all adds those that vary shapes, skew and multiprocessors.
 func moeCases(all bool) (cases []moeCase) {
 	many, few := moeShape{Tokens: 4096, Hidden: 7168, Experts: 256, TopK: 8}, moeShape{Tokens: 128, Hidden: 7168, Experts: 256, TopK: 8}
 	graph, both := []string{"graph"}, []string{"graph", "eager"}
 	add := func(s moeShape, layout dispatch.Layout, sms int, calls, modes []string, low bool, types ...int) {
 		for _, i := range types {
-			o := rowTypes[i].o
-			o.Experts, o.TopK, o.Hidden, o.MaxTokens = s.Experts, s.TopK, s.Hidden, s.Tokens
-			o.Layout, o.LowLatency, o.CombineDType, o.Handles = layout, low, kernels.BFloat16, 2
-			if layout == dispatch.Flat {
-				o.Align = 1
-			}
-			cases = append(cases, moeCase{moeShape: s, o: o, types: rowTypes[i].name, calls: calls, modes: modes, sms: sms})
+			k := newMoECase(s, layout, low, i)
+			k.calls, k.modes, k.sms = calls, modes, sms
+			cases = append(cases, k)
 		}
 	}
 	for _, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.TokenMajor} {

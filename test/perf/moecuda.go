@@ -19,18 +19,19 @@ const wireGBps = 390
 
 // moeFigures are what a row has besides for dispatch and combine on GPUs.
 type moeFigures struct {
-	Call      string  `json:"call"`  // dispatch, combine or pair
-	Types     string  `json:"types"` // of the rows that are dispatched; they are combined in bfloat16
-	Layout    string  `json:"layout"`
-	Mode      string  `json:"mode"` // graph or eager
-	Tokens    int     `json:"tokens"`
-	Hidden    int     `json:"hidden"`
-	Routing   string  `json:"routing"`
-	MaxSMs    string  `json:"max_sms"`
-	LinkBytes int64   `json:"link_bytes"` // of the busiest rank, one direction
-	GBpsEP    float64 `json:"gbps_deepep"`
-	FloorUS   float64 `json:"floor_us"`
-	Share     float64 `json:"share_of_floor"` // 1 is the floor
+	Call       string  `json:"call"`  // dispatch, combine or pair
+	Types      string  `json:"types"` // of the rows that are dispatched; they are combined in bfloat16
+	Layout     string  `json:"layout"`
+	LowLatency bool    `json:"low_latency"`
+	Mode       string  `json:"mode"` // graph or eager
+	Tokens     int     `json:"tokens"`
+	Hidden     int     `json:"hidden"`
+	Routing    string  `json:"routing"`
+	MaxSMs     string  `json:"max_sms"`
+	LinkBytes  int64   `json:"link_bytes"` // of the busiest rank, one direction
+	GBpsEP     float64 `json:"gbps_deepep"`
+	FloorUS    float64 `json:"floor_us"`
+	Share      float64 `json:"share_of_floor"` // 1 is the floor
 }
 
 // moeRig is one rank's heap and stream for all cases.
@@ -42,34 +43,58 @@ type moeRig struct {
 	all int // multiprocessors
 }
 
+func newMoERig(ctx context.Context, g *comm.Group) (r *moeRig, err error) {
+	gpus, err := device.CUDACount()
+	if err != nil {
+		return nil, err
+	}
+	r = &moeRig{g: g}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, r.close(ctx))
+		}
+	}()
+	if r.dev, err = device.CUDA(g.Rank() % gpus); err != nil {
+		return r, err
+	}
+	if r.all, err = r.dev.Context().Device().Attribute(cuda.Multiprocessors); err != nil {
+		return r, err
+	}
+	if r.h, err = memory.NewHeap(ctx, g, r.dev, memory.Options{SegmentBytes: int64(2+3*g.Size()) << 30}); err != nil {
+		return r, err
+	}
+	s, err := r.dev.NewStream()
+	if err != nil {
+		return r, err
+	}
+	r.s = s.(*device.CUDAStream)
+	return r, nil
+}
+
+func (r *moeRig) close(ctx context.Context) (err error) {
+	if r.s != nil {
+		err = r.s.Close()
+	}
+	if r.h != nil {
+		err = errors.Join(err, r.h.Close(ctx))
+	}
+	if r.dev != nil {
+		err = errors.Join(err, r.dev.Close())
+	}
+	return err
+}
+
 // benchMoE times dispatch and combine on GPUs, case by case, in one run. Every element is checked.
 func benchMoE(ctx context.Context, g *comm.Group, c config) (rows []row, err error) {
 	cases, err := casesOf(c)
 	if err != nil {
 		return nil, err
 	}
-	gpus, err := device.CUDACount()
+	r, err := newMoERig(ctx, g)
 	if err != nil {
 		return nil, err
 	}
-	r := &moeRig{g: g}
-	if r.dev, err = device.CUDA(g.Rank() % gpus); err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, r.dev.Close()) }()
-	if r.all, err = r.dev.Context().Device().Attribute(cuda.Multiprocessors); err != nil {
-		return nil, err
-	}
-	if r.h, err = memory.NewHeap(ctx, g, r.dev, memory.Options{SegmentBytes: int64(2+3*g.Size()) << 30}); err != nil {
-		return nil, err
-	}
-	defer func() { err = errors.Join(err, r.h.Close(ctx)) }()
-	s, err := r.dev.NewStream()
-	if err != nil {
-		return nil, err
-	}
-	r.s = s.(*device.CUDAStream)
-	defer func() { err = errors.Join(err, r.s.Close()) }()
+	defer func() { err = errors.Join(err, r.close(ctx)) }()
 	for _, k := range cases {
 		got, err := r.run(ctx, c, &k)
 		if err != nil {
@@ -91,8 +116,9 @@ type moeRun struct {
 	*moeRig
 	k      *moeCase
 	m      *moeModel
+	o      dispatch.Options
 	d      *dispatch.Dispatcher
-	block  *memory.Buffer
+	block  *memory.Buffer    // of the input; nil where it is another run's
 	inputs []dispatch.Tokens // in turn, so that no cache holds them
 	turn   int
 	outs   []memory.View // the outputs of all handles
@@ -101,19 +127,19 @@ type moeRun struct {
 }
 
 func (r *moeRig) open(ctx context.Context, k *moeCase) (_ *moeRun, err error) {
-	o := k.o
+	x := &moeRun{moeRig: r, k: k, o: k.o}
+	o := &x.o
 	if o.MaxSMs = k.sms; k.sms == allSMs {
 		o.MaxSMs = r.all
 	}
-	x := &moeRun{moeRig: r, k: k}
-	if x.m, err = newMoEModel(k.moeShape, r.g.Size(), o); err != nil {
+	if x.m, err = newMoEModel(k.moeShape, r.g.Size(), *o); err != nil {
 		return nil, err
 	}
 	o.Placement = x.m.at
 	if o.Layout == dispatch.Flat { // some room, and not for all tokens of all ranks
 		o.MaxRows = x.m.mostRows() + 1024
 	}
-	if x.d, err = dispatch.New(ctx, r.h, o); err != nil {
+	if x.d, err = dispatch.New(ctx, r.h, *o); err != nil {
 		return nil, err
 	}
 	me, m := r.g.Rank(), x.m
@@ -160,6 +186,15 @@ func (r *moeRig) open(ctx context.Context, k *moeCase) (_ *moeRun, err error) {
 		x.inputs = append(x.inputs, dispatch.Tokens{X: views[4+2*i], Scales: views[5+2*i], Experts: views[0], Weights: views[1]})
 	}
 	return x, nil
+}
+
+// again is the same case with a table on a dispatcher of its own. The input is that of x, which is closed later.
+func (x *moeRun) again(ctx context.Context, table *dispatch.Table) (*moeRun, error) {
+	a := &moeRun{moeRig: x.moeRig, k: x.k, m: x.m, o: x.o, inputs: x.inputs, made: x.made, y: x.y}
+	a.o.Table = table
+	var err error
+	a.d, err = dispatch.New(ctx, x.h, a.o)
+	return a, err
 }
 
 func (r *moeRig) stream() device.Stream {
@@ -277,8 +312,8 @@ func (x *moeRun) poison(ctx context.Context) error {
 	return errors.Join(x.synchronize(), x.g.Barrier(ctx))
 }
 
-// warm makes a pair with each handle, so that what a first call loads is there, and finds the handles' outputs.
-func (x *moeRun) warm() error {
+// warm makes a pair with each handle, so that what a first call loads is there, and finds the handles' outputs. checked: it looks at them.
+func (x *moeRun) warm(checked bool) error {
 	handles := make([]*dispatch.Handle, x.k.o.Handles)
 	for i := range handles {
 		var err error
@@ -286,14 +321,16 @@ func (x *moeRun) warm() error {
 			return err
 		}
 		x.outs = append(x.outs, handles[i].Rows(), handles[i].Scales())
-		if err := x.check("pair", handles[i]); err != nil {
-			return err
+		if checked {
+			if err := x.check("pair", handles[i]); err != nil {
+				return err
+			}
 		}
 	}
 	for _, h := range handles {
 		h.Release()
 	}
-	return nil
+	return errors.Join(x.synchronize(), x.d.Fault())
 }
 
 func (r *moeRig) run(ctx context.Context, c config, k *moeCase) (rows []row, err error) {
@@ -302,7 +339,7 @@ func (r *moeRig) run(ctx context.Context, c config, k *moeCase) (rows []row, err
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, x.close(ctx)) }()
-	if err := x.warm(); err != nil {
+	if err := x.warm(true); err != nil {
 		return nil, err
 	}
 	for _, call := range k.calls {
@@ -319,9 +356,9 @@ func (r *moeRig) run(ctx context.Context, c config, k *moeCase) (rows []row, err
 
 // time is the slowest rank's microseconds a call.
 func (x *moeRun) time(ctx context.Context, c config, call, mode string) (_ []float64, err error) {
-	samples, calls := 10, 10
+	samples, calls := 10, x.k.callsPerGraph()
 	if x.k.o.LowLatency {
-		samples, calls = 25, callsPerGraph
+		samples = 25
 	}
 	if c.Iters > 0 {
 		samples = c.Iters
@@ -379,7 +416,7 @@ func (x *moeRun) row(c config, call, mode string, us []float64) row {
 		Op: c.Op, Ranks: x.g.Size(), Procs: c.Procs, Device: c.Device, Splits: x.k.routing(), Algorithm: call, BytesPerRank: int64(x.k.Tokens) * each,
 		GBpsLink: float64(link*each) / mid / 1e3, Checked: true,
 		MoE: &moeFigures{
-			Call: call, Types: x.k.types, Layout: x.k.o.Layout.String(), Mode: mode, Tokens: x.k.Tokens, Hidden: x.k.Hidden, Routing: x.k.routing(),
+			Call: call, Types: x.k.types, Layout: x.k.o.Layout.String(), LowLatency: x.k.o.LowLatency, Mode: mode, Tokens: x.k.Tokens, Hidden: x.k.Hidden, Routing: x.k.routing(),
 			MaxSMs: x.k.multiprocessors(), LinkBytes: link * each, GBpsEP: float64(all*each) / mid / 1e3, FloorUS: floor, Share: floor / mid,
 		},
 	}.timed(us)

@@ -15,6 +15,7 @@ import (
 
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/alltoallv"
+	"github.com/switchyard-moe/switchyard/dispatch"
 )
 
 // TestMain lets the test binary be a worker: runProcs starts the running executable again.
@@ -214,7 +215,45 @@ func TestTuneOfReductions(t *testing.T) {
 	require.Equal(t, "a test", table.Origin)
 	require.Len(t, table.Curves, len(variants))
 	require.ErrorContains(t, run(t.Context(), []string{"tune", "-of", "allreduce", "-ranks", "2"}), "on cuda")
-	require.ErrorContains(t, run(t.Context(), []string{"tune", "-of", "dispatch", "-ranks", "2"}), "neither")
+	require.ErrorContains(t, run(t.Context(), []string{"tune", "-of", "p2p", "-ranks", "2"}), "neither")
+}
+
+// The same of dispatches: every variant's table takes its number of multiprocessors, and a table of all is one that a benchmark reads.
+func TestTuneOfDispatches(t *testing.T) {
+	cases, each := tunedCases(config{}), []int{16, 48}
+	require.Len(t, cases, 7+7+4)
+	var rows []row
+	for _, k := range cases {
+		for i, sms := range each {
+			var b bytes.Buffer
+			require.NoError(t, k.table(4, sms).Write(&b))
+			_, err := dispatch.ReadTable(&b)
+			require.NoError(t, err, k.name())
+			rows = append(rows, row{Op: "tune", Device: "cuda", Ranks: 4, SMs: sms, US: float64(i + 1),
+				MoE: &moeFigures{Layout: k.o.Layout.String(), LowLatency: k.o.LowLatency, Tokens: k.Tokens}})
+		}
+	}
+	slices.Reverse(rows) // fewer tokens first
+	path := filepath.Join(t.TempDir(), "table.json")
+	require.NoError(t, writeTable(path, rows, "a test"))
+	table, err := dispatch.LoadTable(path)
+	require.NoError(t, err)
+	require.Equal(t, "a test", table.Origin)
+	require.Len(t, table.Curves, 3*len(each))
+	few := tunedCases(config{EachTokens: []int{16, 2048, 1024, 16}})
+	require.Len(t, few, 2+2+3)
+	require.Equal(t, 1024, few[0].Tokens)
+	timed, err := casesOf(config{Table: path, Only: "bf16, flat"})
+	require.NoError(t, err)
+	require.Equal(t, table, timed[0].o.Table)
+	onHost := func(args ...string) error {
+		return run(t.Context(), append(args, "-ranks", "2"))
+	}
+	require.ErrorContains(t, onHost("dispatch", "-table", path), "Options.Table is for GPUs")
+	require.ErrorIs(t, onHost("dispatch", "-table", path+".none"), os.ErrNotExist)
+	require.ErrorContains(t, onHost("tune", "-of", "dispatch"), "on cuda")
+	require.ErrorContains(t, onHost("tune", "-of", "dispatch", "-device", "cuda", "-sms", "0"), "multiprocessors")
+	require.ErrorContains(t, onHost("tune", "-of", "dispatch", "-device", "cuda", "-tokens", "8,x"), "tokens")
 }
 
 func TestPatternIsCheckedToTheLastByte(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 	"github.com/switchyard-moe/switchyard/allreduce"
 	"github.com/switchyard-moe/switchyard/alltoallv"
 	"github.com/switchyard-moe/switchyard/comm"
+	"github.com/switchyard-moe/switchyard/dispatch"
 )
 
 // variant is one setting whose times make a curve of the selection table.
@@ -83,14 +84,28 @@ func only(n, sms int, rate float64) *alltoallv.Table {
 	return t
 }
 
+// tuned are those that have tables.
+var tuned = map[string]struct {
+	calls  string
+	onCUDA bool   // only there
+	sms    string // the numbers of multiprocessors where nothing is said
+}{
+	"alltoallv": {"exchanges", false, "8,16"},
+	"allreduce": {"reductions", true, "16,32,64,96"},
+	"dispatch":  {"dispatches", true, "16,24,32,48,64,96"},
+}
+
 // benchTune times every variant at every size.
 func benchTune(ctx context.Context, g *comm.Group, c config) ([]row, error) {
 	c.Quick = true
 	if g.Size() < 2 {
 		return nil, errors.New("one rank has nothing to tune")
 	}
-	if c.Of == "allreduce" {
+	switch c.Of {
+	case "allreduce":
 		return tuneReductions(ctx, g, c)
+	case "dispatch":
+		return tuneDispatches(ctx, g, c)
 	}
 	return tuneExchanges(ctx, g, c)
 }
@@ -169,7 +184,13 @@ func writeTable(path string, rows []row, origin string) error {
 		_, err := alltoallv.ReadTable(r)
 		return err
 	}
-	if rows[0].Collective != "" {
+	switch {
+	case rows[0].MoE != nil:
+		write, read = dispatchTable(rows, origin).Write, func(r io.Reader) error {
+			_, err := dispatch.ReadTable(r)
+			return err
+		}
+	case rows[0].Collective != "":
 		write, read = reductionTable(rows, origin).Write, func(r io.Reader) error {
 			_, err := allreduce.ReadTable(r)
 			return err
@@ -188,7 +209,13 @@ func writeTable(path string, rows []row, origin string) error {
 func printCurves(rows []row) {
 	name := func(r row) string {
 		name := r.Algorithm
-		if r.Collective != "" {
+		switch {
+		case r.MoE != nil:
+			name = r.MoE.Layout
+			if r.MoE.LowLatency {
+				name += ", low latency"
+			}
+		case r.Collective != "":
 			name = r.Collective + ", " + name
 		}
 		if r.SMs > 0 {
@@ -213,7 +240,11 @@ func printCurves(rows []row) {
 		fmt.Printf("\n%-40s", n)
 		for _, r := range rows {
 			if name(r) == n {
-				fmt.Printf("  %s %.1f", strings.ReplaceAll(human(r.BytesPerRank), " ", ""), r.US)
+				size := strings.ReplaceAll(human(r.BytesPerRank), " ", "")
+				if r.MoE != nil {
+					size = fmt.Sprint(r.MoE.Tokens)
+				}
+				fmt.Printf("  %s %.1f", size, r.US)
 			}
 		}
 	}
