@@ -12,6 +12,7 @@ import (
 const (
 	dispatchThreads        = 1024              // of a block of dispatch_rows
 	dispatchFewThreads     = 512               // of a block of dispatch_few
+	dispatchFewPublisher   = 16                // blocks of dispatch_few for each, after the first, that tells what lies next to rows
 	dispatchFewSumThreads  = 448               // of a block of combine_few
 	dispatchSumThreads     = 512               // of a block of combine_rows
 	dispatchPassThreads    = 512               // of a block of the passes over this rank's memory

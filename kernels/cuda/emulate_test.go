@@ -492,7 +492,10 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"all &= v[i].has(flag);", "",
 		},
 		"choices of few tokens are numbered by stretch": {
-			"count[i * a.slots + slot] = rows;", "count[i * a.slots + slot] = 0;",
+			"of[j * a.slots] = rows;", "of[j * a.slots] = 0;",
+		},
+		"two blocks that tell of few rows tell of the same ones": {
+			"i = threadIdx.x * parts() + part();", "i = threadIdx.x * parts();",
 		},
 		"the ends of two vectors are swapped": {
 			"ends[2] | ends[3] << 16", "ends[3] | ends[2] << 16",

@@ -57,6 +57,7 @@ enum {
 enum {
 	SW_DISPATCH_THREADS = 1024, /* of a block of dispatch_rows */
 	SW_DISPATCH_FEW_THREADS = 512, /* of a block of dispatch_few */
+	SW_DISPATCH_FEW_PUBLISHER = 16, /* blocks of dispatch_few for each, after the first, that tells what lies next to rows */
 	SW_DISPATCH_FEW_SUM_THREADS = 448, /* of a block of combine_few */
 	SW_DISPATCH_SUM_THREADS = 512, /* of a block of combine_rows */
 	SW_DISPATCH_PASS_THREADS = 512, /* of a block of the passes over this rank's memory */

@@ -208,17 +208,23 @@ struct taker {
 	// The first row of each local slot; what callers want to know, by the first block. One warp.
 	__device__ __forceinline__ void lay_out()
 	{
-		u32 at = 0;
+		if (a.out.capacity != 0) {
 #pragma unroll 1
-		for (u32 begin = 0; begin < a.local; begin += 32) {
-			u32 i = begin + lane, rows = i < a.local ? span_of(a, count[i]) : 0,
-			    sum = running_sum(rows, lane);
-			if (i < a.local)
-				first[i] = at + sum - rows;
-			at += __shfl_sync(~0u, sum, 31);
+			for (u32 i = lane; i <= a.local; i += 32)
+				first[i] = i * static_cast<u32>(a.out.capacity);
+		} else {
+			u32 at = 0;
+#pragma unroll 1
+			for (u32 begin = 0; begin < a.local; begin += 32) {
+				u32 i = begin + lane, rows = i < a.local ? span_of(a, count[i]) : 0,
+				    sum = running_sum(rows, lane);
+				if (i < a.local)
+					first[i] = at + sum - rows;
+				at += __shfl_sync(~0u, sum, 31);
+			}
+			if (lane == 0)
+				first[a.local] = at;
 		}
-		if (lane == 0)
-			first[a.local] = at;
 		__syncwarp();
 		if (blockIdx.x != 0)
 			return;

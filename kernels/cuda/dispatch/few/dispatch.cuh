@@ -149,9 +149,9 @@ __device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_boar
 	bool sends = (a.mode & SW_DISPATCH_SEND) != 0, cached = (a.mode & SW_DISPATCH_CACHED) != 0;
 	u32 lane = threadIdx.x & 31, n = a.world.size, parts = Wire::parts(a.row_bytes),
 	    count = sends ? a.tokens * parts : 0;
-	// While the kernel before runs: shared memory, and whose turn it is. One block publishes where tokens go.
+	// While the kernel before runs: shared memory, and whose turn it is. Some blocks publish where tokens go.
 	few_sender f(a, b, memory);
-	few_tasks tasks(0, gridDim.x > 1 && !cached ? gridDim.x - 1 : gridDim.x);
+	few_tasks tasks(0, gridDim.x > 1 && !cached ? gridDim.x - few_sender::publishers(cached) : gridDim.x);
 	if (sends)
 		f.clear();
 	__syncthreads();

@@ -19,8 +19,8 @@ struct few_board {
 	take_board take;
 };
 
-// The sending half of a dispatch. The last block of a grid tells what lies next to rows; the others send those, without
-// waiting for it.
+// The sending half of a dispatch. The last block of a grid tells how many rows come, and those before it which; the
+// others send them, without waiting for these. A small grid has one block for both.
 struct few_sender {
 	const sw_dispatch_args &a;
 	few_board &b;
@@ -44,7 +44,18 @@ struct few_sender {
 		each = (a.tokens * a.top_k + blockDim.x - 1) / blockDim.x * 32;
 	}
 
-	__device__ __forceinline__ bool publishes() const { return blockIdx.x == gridDim.x - 1; }
+	// How many blocks tell what lies next to rows. Routing that is known needs one.
+	static __device__ __forceinline__ u32 publishers(bool cached)
+	{
+		return cached ? 1 : min(gridDim.x / SW_DISPATCH_FEW_PUBLISHER + 1, 3u);
+	}
+	// How many of them tell which rows come, 1 or 2, and the number of this one.
+	__device__ __forceinline__ u32 parts() const { return max(publishers(cached), 2u) - 1; }
+	__device__ __forceinline__ u32 part() const { return blockIdx.x + publishers(cached) - gridDim.x; }
+
+	__device__ __forceinline__ bool publishes() const { return part() < publishers(cached); }
+	__device__ __forceinline__ bool tells_counts() const { return blockIdx.x == gridDim.x - 1; }
+	__device__ __forceinline__ bool tells_rows() const { return part() < parts(); }
 	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
 	__device__ __forceinline__ bool goes_on(u32 d) const { return out == 0 || (out >> d & 1) == 0; }
 
@@ -105,7 +116,7 @@ struct few_sender {
 		return (t & 31) == 0 ? rows : rows + __popc(b.goes[t / 32][d] & ((1u << (t & 31)) - 1));
 	}
 
-	// The threads of the block that publishes load where all tokens go. They meet after it.
+	// The threads of a block that publishes load where all tokens go. They meet after it.
 	__device__ __forceinline__ void load_choices()
 	{
 		if (cached) {
@@ -147,6 +158,8 @@ struct few_sender {
 	// Tells all ranks what they have seen: how many rows come first, since that is waited for.
 	__device__ __forceinline__ void publish(u64 epoch)
 	{
+		if (!cached)
+			sum_counts(epoch);
 #pragma unroll 1
 		for (u32 g = warp; g * 32 < a.tokens; g += blockDim.x / 32)
 #pragma unroll 1
@@ -156,9 +169,18 @@ struct few_sender {
 				if (lane == (d & 31))
 					b.goes[g][d] = go;
 			}
-		if (!cached)
-			publish_counts(epoch);
 		__syncthreads();
+		if (tells_counts())
+			publish_totals(epoch);
+		if (tells_rows() && b.bad == 0 && !cached) {
+			publish_rows(epoch);
+			publish_choices(epoch);
+		}
+	}
+
+	// How many rows come, or that a choice is no expert.
+	__device__ __forceinline__ void publish_totals(u64 epoch)
+	{
 		if (b.bad != 0 && threadIdx.x < n) {
 			say_wrong(a, b.bad, epoch);
 			fence_acq_rel_sys();
@@ -171,28 +193,33 @@ struct few_sender {
 				atomicAdd(a.counters + a.experts + threadIdx.x,
 				          static_cast<unsigned long long>(rows) * (a.wire_bytes + 4 * a.scale_words));
 		}
-		if (b.bad != 0) {
-			if (threadIdx.x == 0)
-				complain(a, a.world.rank, epoch);
-		} else if (!cached) {
-			publish_rows(epoch);
-			publish_choices(epoch);
-		}
+		if (b.bad != 0 && threadIdx.x == 0)
+			complain(a, a.world.rank, epoch);
 	}
 
 	// How many choices there are for each slot. Counts become those of the stretches before.
-	__device__ __forceinline__ void publish_counts(u64 epoch)
+	__device__ __forceinline__ void sum_counts(u64 epoch)
 	{
+		constexpr u32 batch = 4; // that are read together
 		const u32 *expert = a.table + a.experts + 1 + a.slots;
 #pragma unroll 1
 		for (u32 slot = threadIdx.x; slot < a.slots; slot += blockDim.x) {
 			u32 rows = 0;
 #pragma unroll 1
-			for (u32 i = 0; i < tables; i++) {
-				u32 some = count[i * a.slots + slot];
-				count[i * a.slots + slot] = rows;
-				rows += some;
+			for (u32 first = 0; first < tables; first += batch) {
+				u32 some[batch], *of = count + first * a.slots + slot;
+#pragma unroll
+				for (u32 j = 0; j < batch; j++)
+					some[j] = first + j < tables ? of[j * a.slots] : 0;
+#pragma unroll
+				for (u32 j = 0; j < batch; j++) {
+					if (first + j < tables)
+						of[j * a.slots] = rows;
+					rows += some[j];
+				}
 			}
+			if (!tells_counts())
+				continue;
 #pragma unroll 1
 			for (u32 d = 0; d < n; d++)
 				if (goes_on(d))
@@ -209,7 +236,7 @@ struct few_sender {
 		u32 flag = packet::flag(epoch);
 		int *places = state::places(a);
 #pragma unroll 1
-		for (u32 i = threadIdx.x; i < a.max_tokens * n; i += blockDim.x) {
+		for (u32 i = threadIdx.x * parts() + part(); i < a.max_tokens * n; i += blockDim.x * parts()) {
 			u32 t = i / n, d = i - t * n;
 			bool goes = t < a.tokens && (b.goes[t / 32][d] >> (t & 31) & 1) != 0;
 			int row = goes ? static_cast<int>(a.world.rank * a.max_tokens + before(t, d)) : -1;
@@ -239,7 +266,7 @@ struct few_sender {
 					*mine += __popc(alike);
 				__syncwarp();
 			}
-			if (i >= end)
+			if (i >= end || ((i - first) / 32 & (parts() - 1)) != part())
 				continue;
 			u32 t = i / a.top_k, k = i - t * a.top_k;
 			int to = slot == no_slot ? -1 : static_cast<int>(p.rank(slot));

@@ -428,7 +428,8 @@ void dispatch_of_few(world &w, sw_dispatch_args a, bool halves, program &p)
 	              : w.float8   ? dispatch_few_by_expert_bf16
 	                           : dispatch_few_by_expert;
 	each_half(a, halves, [&](const sw_dispatch_args &h) {
-		p.push_back(with(kernel, h, 1 + draw(3), SW_DISPATCH_FEW_THREADS, shared));
+		u32 blocks = draw(3) == 0 ? 2 * SW_DISPATCH_FEW_PUBLISHER + draw(2) : 1 + draw(4);
+		p.push_back(with(kernel, h, blocks, SW_DISPATCH_FEW_THREADS, shared));
 	});
 }
 
