@@ -55,20 +55,14 @@ func (t *Table) Write(w io.Writer) error {
 	return curve.Write("dispatch", w, t.Origin, t.Device, t.Curves)
 }
 
-// builtinTable is the table of the package, which may have no curves.
-func builtinTable() (*Table, error) {
-	return curve.Read("dispatch", bytes.NewReader(defaultTable), (*Table).validateCurves)
-}
+// builtinTable is the table of the package.
+func builtinTable() (*Table, error) { return ReadTable(bytes.NewReader(defaultTable)) }
 
+// validate refuses another device, and curves that cannot be.
 func (t *Table) validate() error {
 	if len(t.Curves) == 0 {
 		return invalid("table: no curves")
 	}
-	return t.validateCurves()
-}
-
-// validateCurves refuses another device, and curves that cannot be.
-func (t *Table) validateCurves() error {
 	if t.Device != tableDevice {
 		return invalid("table: it is for device %q, want %q", t.Device, tableDevice)
 	}

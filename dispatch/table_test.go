@@ -102,6 +102,8 @@ func TestCallsTakeTheMultiprocessorsOfTheTable(t *testing.T) {
 	}
 	bad := goodTable()
 	bad.Curves[0].SMs = -1
+	others := goodTable()
+	others.Curves = others.Curves[5:] // of 4 ranks
 	gpus(t, 2, func(r *rank) {
 		gpu := r.Device.(*device.CUDADevice).Context().Device()
 		blocks := func(call func() error) (n int) {
@@ -132,7 +134,7 @@ func TestCallsTakeTheMultiprocessorsOfTheTable(t *testing.T) {
 			table             *dispatch.Table
 			want              []int // of a dispatch, a combine and a combine's backward
 		}{
-			{dispatch.RankPadded, 256, 64, 0, nil, []int{96, 96, 24 + 1 + 96}},
+			{dispatch.RankPadded, 256, 64, 0, others, []int{96, 96, 24 + 1 + 96}},
 			{dispatch.RankPadded, 256, 64, 0, goodTable(), []int{48, 48, 24 + 1 + 96}},
 			{dispatch.RankPadded, 256, 16, 0, goodTable(), []int{16, 16, 24 + 1 + 96}},
 			{dispatch.RankPadded, 256, 16, 30, goodTable(), []int{30, 30, 30 + 1 + 30}},
@@ -165,6 +167,6 @@ func TestCallsTakeTheMultiprocessorsOfTheTable(t *testing.T) {
 				return err
 			})
 		}
-		require.Equal(r, copied(nil), copied(goodTable()))
+		require.Equal(r, copied(others), copied(goodTable()))
 	})
 }
