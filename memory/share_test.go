@@ -707,6 +707,7 @@ func TestM5_AFailureOfAnyDriverCallOfAShareLeaksNothing(t *testing.T) {
 
 // Descriptors of offers that were withdrawn or refused are closed on both ends.
 func TestM5_OffersThatAreNotOpenedLeaveNoDescriptors(t *testing.T) {
+	var mu sync.Mutex // whoever counts has one open
 	runRanks(t, socketRanks(t, 2), func(t *rankT, g *comm.Group) {
 		l := hostLender(t, g)
 		fd := object(t, 1<<20)
@@ -714,7 +715,9 @@ func TestM5_OffersThatAreNotOpenedLeaveNoDescriptors(t *testing.T) {
 		require.NoError(t, unix.Ftruncate(fd, 4096))
 		fds := func() int {
 			l.barrier()
+			mu.Lock()
 			list, err := os.ReadDir("/proc/self/fd")
+			mu.Unlock()
 			require.NoError(t, err)
 			l.barrier()
 			return len(list)
