@@ -22,19 +22,23 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// gpuMemory is one rank's memory for tests, taken before anything runs: a driver that allocates can wait for kernels, which wait for
-// ranks. Half of it is of the heap, half is not. Views of it are good until reuse.
+// gpuMemory is one rank's memory and streams for tests, taken before anything runs: a driver that allocates, or has the first work of a
+// stream, can wait for kernels, which wait for ranks. Half of the memory is of the heap, half is not. Views of it are good until reuse.
 type gpuMemory struct {
 	r      *rank
 	c      *cuda.Context
-	copies device.Stream // of what the test puts there and looks at
-	marks  device.Stream // of words that are written while a call runs
+	copies device.Stream   // of what the test puts there and looks at
+	marks  device.Stream   // of words that are written while a call runs
+	calls  []device.Stream // of the test's calls
 	parts  [2]memory.View
 	used   [2]int64
 	turn   int
 }
 
-const gpuPart = 96 << 20
+const (
+	gpuPart     = 96 << 20
+	mostStreams = 2 // that a test calls on
+)
 
 // gpuTest is how a world on GPUs begins and ends.
 func gpuTest(w *worldtest.Rank, f func(r *rank)) {
@@ -50,9 +54,19 @@ func gpuTest(w *worldtest.Rank, f func(r *rank)) {
 		*s, err = d.NewStream()
 		w.Must(err)
 	}
+	for range mostStreams {
+		s, err := d.NewStream()
+		w.Must(err)
+		w.Must(g.c.Set(cuda.Stream(s.(*device.CUDAStream).Handle()), p, 0, 256))
+		w.Must(s.Synchronize())
+		g.calls = append(g.calls, s)
+	}
 	r.gpu = g
 	w.Barrier()
 	f(r)
+	for _, s := range g.calls {
+		w.Must(s.Close())
+	}
 	err = errors.Join(g.copies.Close(), g.marks.Close(), g.c.MemFree(p))
 	if w.Group.Err() == nil {
 		err = errors.Join(err, b.Free())
