@@ -198,7 +198,7 @@ func run(ctx context.Context, args []string) (err error) {
 		fs.Int64Var(&c.Eager, "eager", 0, "Options.EagerBytes: messages up to this need no credit (0: the default, -1: none)")
 	}
 	if c.Op == "tune" {
-		fs.StringVar(&c.Of, "of", "alltoallv", "alltoallv, or on cuda allreduce or dispatch: whose table")
+		fs.StringVar(&c.Of, "of", "alltoallv", "whose table: "+tunedNames()+"; on the host only alltoallv has one")
 		fs.StringVar(&sms, "sms", "", "on cuda: numbers of multiprocessors, comma separated (default 8,16; of allreduce 16,32,64,96; of dispatch 16,24,32,48,64,96, without those that the GPU does not have)")
 		fs.StringVar(&tokens, "tokens", "", "of dispatch: tokens a rank, comma separated (default 8 to 512 with low latency, which takes at most 1024, and else 256 to 8192)")
 		fs.StringVar(&rates, "rates", "0,335,345,355,365", "on cuda: GB/s to which a ring's senders are held, or a reduction; 0: as fast as they can")
@@ -262,7 +262,7 @@ func run(ctx context.Context, args []string) (err error) {
 		of, known := tuned[c.Of]
 		switch {
 		case !known:
-			return fmt.Errorf("-of: %q is neither alltoallv nor allreduce nor dispatch", c.Of)
+			return fmt.Errorf("-of: %q is none of %s", c.Of, tunedNames())
 		case of.onCUDA && c.Device != "cuda":
 			return fmt.Errorf("-of %s: only %s on cuda have a table", c.Of, of.calls)
 		case sms == "":

@@ -215,7 +215,7 @@ func TestTuneOfReductions(t *testing.T) {
 	require.Equal(t, "a test", table.Origin)
 	require.Len(t, table.Curves, len(variants))
 	require.ErrorContains(t, run(t.Context(), []string{"tune", "-of", "allreduce", "-ranks", "2"}), "on cuda")
-	require.ErrorContains(t, run(t.Context(), []string{"tune", "-of", "p2p", "-ranks", "2"}), "neither")
+	require.ErrorContains(t, run(t.Context(), []string{"tune", "-of", "p2p", "-ranks", "2"}), "none of allreduce")
 }
 
 // The same of dispatches: every variant's table takes its number of multiprocessors, and a table of all is one that a benchmark reads.

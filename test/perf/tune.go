@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"slices"
 	"strings"
@@ -94,6 +95,8 @@ var tuned = map[string]struct {
 	"allreduce": {"reductions", true, "16,32,64,96"},
 	"dispatch":  {"dispatches", true, "16,24,32,48,64,96"},
 }
+
+func tunedNames() string { return strings.Join(slices.Sorted(maps.Keys(tuned)), ", ") }
 
 // benchTune times every variant at every size.
 func benchTune(ctx context.Context, g *comm.Group, c config) ([]row, error) {
