@@ -173,8 +173,8 @@ type Options struct {
 	// streams that ranks may reach in different orders, bound them so that all fit. The host device ignores it.
 	MaxSMs int
 	// Table has measured times of dispatches and combines on GPUs. A call with MaxSMs of 0 takes the number of multiprocessors that was fastest
-	// with this rank's tokens, in place of the numbers above, and never more than all but 36. nil is the table of the package. Ranks may have
-	// different ones. The numbers above hold where a table has no curves for the call: for another number of ranks, more tokens than were
+	// with this rank's tokens, in place of the numbers above, and never more than all but 36. nil is the table of the package, for 2 and 4
+	// ranks. Ranks may have different ones. The numbers above hold where a table has no curves for the call: for another number of ranks, more tokens than were
 	// measured, rows by expert without LowLatency, CombineBackward, and Handle.CopyTo. They also hold for a TokenMajor dispatch whose rows a copy
 	// takes as they come (Tokens.Taken, Dispatcher.DispatchTo), which shares the GPU with the copy.
 	Table *Table
