@@ -30,7 +30,7 @@ const (
 	dispatchPlainPart      = 1536              // the same on the way back, 2048
 	dispatchNarrowPart     = 2048              // the same of partial sums that cross as float8, 1536, or 1024 where elements have 4 bytes
 	dispatchStretch        = 512               // elements of a float8 partial sum behind one group of scales
-	dispatchWindow         = 64                // rows of one rank that are told together when they are made
+	dispatchWindow         = 6                 // log2 of the fewest places of rows, those of one rank in which are told together when they are made
 	tokenWeightsThreads    = 256               // of a block of token_weights
 	dispatchCountsThreads  = 256               // of the one block of dispatch_counts
 	maskedRanks            = kernels.MaxMaskedRanks
@@ -97,8 +97,9 @@ func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, noteStride, 
 	b.rankTotals, at = at, kernels.AlignUp(at+size*size*8, kernels.LineBytes)
 	b.blockCounts, at = at, kernels.AlignUp(at+dispatchMaxBlocks*size*8, kernels.LineBytes)
 	b.blockSlots, at = at, kernels.AlignUp(at+dispatchMaxBlocks*slots*8, kernels.LineBytes)
-	b.made, at = at, kernels.AlignUp(at+size*((maxTokens+dispatchWindow-1)/dispatchWindow)*8, kernels.LineBytes)
-	b.making, at = at, kernels.AlignUp(at+size*((maxTokens+dispatchWindow-1)/dispatchWindow)*4, kernels.LineBytes)
+	windows := (maxTokens+1<<dispatchWindow-1)>>dispatchWindow + 1 // a rank's rows may begin in the middle of one
+	b.made, at = at, kernels.AlignUp(at+size*windows*8, kernels.LineBytes)
+	b.making, at = at, kernels.AlignUp(at+size*windows*4, kernels.LineBytes)
 	b.arrived, at = at, kernels.AlignUp(at+size*4, kernels.LineBytes)
 	b.places, at = at, kernels.AlignUp(at+maxTokens*size*4, kernels.LineBytes)
 	b.who, at = at, kernels.AlignUp(at+maxTokens*topK*4, kernels.LineBytes)
@@ -166,11 +167,14 @@ type dispatchSumWords struct {
 
 	ready       uint64 // address of the words by which the caller marks rows done; 0: all are
 	fromRows    uint64 // place of the rows that peers read
+	own         uint64 // address of the rows of this rank's own tokens; 0: they lie where peers read the others
 	fromWeights uint64 // place of [rows][top_k] float32 that they read; 0: none
 	y           uint64 // address of the sums, or of the rows' gradients
 	weights     uint64 `c:"float *"` // address of float32 [tokens][top_k], the sums' weights; 0: none
 	bias0       uint64
 	bias1       uint64
+	window      uint32 // log2 of the places of rows that are told together, the same on all ranks
+	spare       uint32
 }
 
 // maskWords is the control block of a dispatcher with Masks, in every rank's segment.

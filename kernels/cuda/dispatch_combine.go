@@ -44,9 +44,11 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	a.sum = dispatchSumWords{
 		ready: addressOf(&c.Ready), fromRows: uint64(c.Rows.Place),
 		y: uint64(c.Y.Ptr), weights: addressOf(&c.SumWeights), bias0: addressOf(&c.Bias[0]), bias1: addressOf(&c.Bias[1]),
+		window: dispatchCopyWindow,
 	}
 	if !m.Layout.ByToken() {
 		a.mode |= weighs(c.Weighting)
+		a.sum.window = dispatchWindow
 	}
 	a.mode |= x.frees(c)
 	if c.RowWeights.Bytes > 0 || c.SumWeights.Bytes > 0 { // a rank may have rows and no tokens, or the other way round
@@ -70,11 +72,14 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	staged := !m.Layout.ByToken() || m.Float8Partials || !c.Rows.Reach || c.Ready.Bytes > 0 || c.RowWeights.Bytes > 0
 	if staged {
 		a.sum.fromRows = l.place(l.sumsAt())
+		if l.readsOwn(c) {
+			a.sum.own = uint64(c.Rows.Ptr)
+		}
 	}
 	a.mode |= x.keeps(staged || c.Release)
 	if staged && c.Phase&kernels.Send != 0 {
 		blocks := l.blocks(dispatchMaxBlocks)
-		if !m.Layout.ByToken() && l.overlaps() {
+		if l.overlaps() && (!m.Layout.ByToken() || int64(l.c.Tokens*(m.Ranks-1))*int64(a.rowBytes) >= dispatchCopyBesideBytes) {
 			a.mode |= dispatchBeside
 			blocks = l.making(c)
 		}
@@ -90,6 +95,13 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	}
 	l.sum(a)
 	return nil
+}
+
+// readsOwn reports whether the kernel that sums reads the rows of this rank's own tokens where the caller has them: those are what would cross,
+// done and left alone until the call has ended.
+func (l *dispatchCall) readsOwn(c *kernels.Combine) bool {
+	return l.m.Layout.ByToken() && !l.m.Float8Partials && c.Phase == kernels.Both && c.Ready.Bytes == 0 &&
+		(c.RowWeights.Bytes > 0 || c.SumWeights.Bytes == 0)
 }
 
 // frees is the mode in which peers may send rows of the next dispatch before this rank has begun it: into memory that nothing else uses by

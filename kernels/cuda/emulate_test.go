@@ -458,6 +458,18 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"rows are summed before their window is made": {
 			"while (load_acquire_sys(word) < epoch)", "while (load_acquire_sys(word) == 0)",
 		},
+		"rows of this rank's own tokens are read where nobody has put them": {
+			"bool own = threadIdx.x == a.world.rank && a.sum.own != 0;", "bool own = false;",
+		},
+		"weights of this rank's own rows are read where nobody has put them": {
+			"bool own = static_cast<u32>(d) == a.world.rank && a.sum.own != 0;", "bool own = false;",
+		},
+		"a rank's windows begin with its first row": {
+			"(((place >> a.sum.window) + window) << a.sum.window) - place", "window << a.sum.window",
+		},
+		"a copy leaves out the last part of a row": {
+			"if (part + 1 < end)\n\t\t\t\tload(v, row, part + 1);\n\t\t\tput(next);", "break;",
+		},
 		"rows in staging are made anew before peers have read them": {
 			"op_of(line.b) < SW_DISPATCH_SUMS)", "true)",
 		},

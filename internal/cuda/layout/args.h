@@ -75,7 +75,7 @@ enum {
 	SW_DISPATCH_PLAIN_PART = 1536, /* the same on the way back, 2048 */
 	SW_DISPATCH_NARROW_PART = 2048, /* the same of partial sums that cross as float8, 1536, or 1024 where elements have 4 bytes */
 	SW_DISPATCH_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
-	SW_DISPATCH_WINDOW = 64, /* rows of one rank that are told together when they are made */
+	SW_DISPATCH_WINDOW = 6, /* log2 of the fewest places of rows, those of one rank in which are told together when they are made */
 	SW_TOKEN_WEIGHTS_THREADS = 256, /* of a block of token_weights */
 	SW_DISPATCH_COUNTS_THREADS = 256, /* of the one block of dispatch_counts */
 	SW_MASKED_RANKS = 16,
@@ -317,11 +317,14 @@ struct sw_dispatch_rows {
 struct sw_dispatch_sum {
 	uint64_t ready; /* address of the words by which the caller marks rows done; 0: all are */
 	uint64_t from_rows; /* place of the rows that peers read */
+	uint64_t own; /* address of the rows of this rank's own tokens; 0: they lie where peers read the others */
 	uint64_t from_weights; /* place of [rows][top_k] float32 that they read; 0: none */
 	uint64_t y; /* address of the sums, or of the rows' gradients */
 	float *weights; /* address of float32 [tokens][top_k], the sums' weights; 0: none */
 	uint64_t bias0;
 	uint64_t bias1;
+	uint32_t window; /* log2 of the places of rows that are told together, the same on all ranks */
+	uint32_t spare;
 };
 
 /* One launch for MoE dispatch. Places are the same on every rank. */
@@ -526,10 +529,11 @@ static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int
 	at = (at + SW_DISPATCH_MAX_BLOCKS * size * 8 + 128 - 1) / 128 * 128;
 	b.block_slots = at;
 	at = (at + SW_DISPATCH_MAX_BLOCKS * slots * 8 + 128 - 1) / 128 * 128;
+	int64_t windows = (max_tokens + 1 << SW_DISPATCH_WINDOW - 1) >> SW_DISPATCH_WINDOW + 1;
 	b.made = at;
-	at = (at + size * ((max_tokens + SW_DISPATCH_WINDOW - 1) / SW_DISPATCH_WINDOW) * 8 + 128 - 1) / 128 * 128;
+	at = (at + size * windows * 8 + 128 - 1) / 128 * 128;
 	b.making = at;
-	at = (at + size * ((max_tokens + SW_DISPATCH_WINDOW - 1) / SW_DISPATCH_WINDOW) * 4 + 128 - 1) / 128 * 128;
+	at = (at + size * windows * 4 + 128 - 1) / 128 * 128;
 	b.arrived = at;
 	at = (at + size * 4 + 128 - 1) / 128 * 128;
 	b.places = at;

@@ -165,11 +165,14 @@ func Of() map[string]int {
 		m["dispatch_sum"] = int(unsafe.Sizeof(s))
 		m["dispatch_sum.ready"] = int(unsafe.Offsetof(s.ready))
 		m["dispatch_sum.from_rows"] = int(unsafe.Offsetof(s.from_rows))
+		m["dispatch_sum.own"] = int(unsafe.Offsetof(s.own))
 		m["dispatch_sum.from_weights"] = int(unsafe.Offsetof(s.from_weights))
 		m["dispatch_sum.y"] = int(unsafe.Offsetof(s.y))
 		m["dispatch_sum.weights"] = int(unsafe.Offsetof(s.weights))
 		m["dispatch_sum.bias0"] = int(unsafe.Offsetof(s.bias0))
 		m["dispatch_sum.bias1"] = int(unsafe.Offsetof(s.bias1))
+		m["dispatch_sum.window"] = int(unsafe.Offsetof(s.window))
+		m["dispatch_sum.spare"] = int(unsafe.Offsetof(s.spare))
 	}
 	{
 		var s C.struct_sw_dispatch_args

@@ -8,26 +8,51 @@
 
 namespace sw {
 
-// The rows of staging in the order in which a pass makes them: window by window, so that every rank gets rows from the
-// start. A warp asks for its tasks, parts of rows, in order.
+// The rows that a pass makes, in its order: from every rank those in its first window of places, then those in its
+// second, so that every rank gets rows from the start. A warp asks for its tasks, parts of rows or whole ones, in
+// order.
 struct pass_order {
 	const sw_dispatch_args &a;
 	const staged_rows &staged;
-	u32 span, window, first, last; // rows of a window; the first task of the window, and of the next
+	u32 window, first, last; // the number of windows behind each rank's first; their first task, and the next ones'
+	bool compact, whole;     // whole: all rows are one window
 
 	__device__ __forceinline__ pass_order(const sw_dispatch_args &a, const staged_rows &staged)
-	    : a(a), staged(staged), span((a.mode & SW_DISPATCH_BESIDE) != 0 ? SW_DISPATCH_WINDOW : a.max_tokens),
-	      window(0), first(0), last(0)
+	    : a(a), staged(staged), window(0), first(0), last(0), compact((a.mode & SW_DISPATCH_COMPACT) != 0),
+	      whole((a.mode & SW_DISPATCH_BESIDE) == 0)
 	{
 		measure();
 	}
 
+	// The rows of a rank that the pass makes: this rank's own may be read where they are.
+	__device__ __forceinline__ u32 rows_of_rank(u32 src) const
+	{
+		return a.sum.own != 0 && src == a.world.rank ? 0 : staged.first[src + 1] - staged.first[src];
+	}
+	__device__ __forceinline__ u32 rows() const
+	{
+		return staged.first[a.world.size] -
+		       (a.sum.own != 0 ? staged.first[a.world.rank + 1] - staged.first[a.world.rank] : 0);
+	}
+
+	// The place of a rank's first row.
+	__device__ __forceinline__ u32 place_of(u32 src) const
+	{
+		return compact ? staged.first[src] : src * a.max_tokens;
+	}
+
+	// How many rows of a rank come before a window.
+	__device__ __forceinline__ u32 rows_before(u32 src, u32 window) const
+	{
+		u32 rows = rows_of_rank(src), place = place_of(src);
+		if (window == 0)
+			return 0;
+		return whole ? rows : min(rows, (((place >> a.sum.window) + window) << a.sum.window) - place);
+	}
+
 	__device__ __forceinline__ u32 rows_in(u32 src, u32 window) const
 	{
-		return static_cast<u32>(min(
-		    max(static_cast<int>(staged.first[src + 1] - staged.first[src]) - static_cast<int>(window * span),
-		        0),
-		    static_cast<int>(span)));
+		return rows_before(src, window + 1) - rows_before(src, window);
 	}
 
 	__device__ __forceinline__ void measure()
@@ -39,7 +64,7 @@ struct pass_order {
 	}
 
 	struct task {
-		u32 src, at, row, part, window; // at is the row in staging, row that of a token-major output
+		u32 src, at, row, part, window; // at is the row where each rank has max_tokens, row its place
 		bool there;
 	};
 
@@ -48,7 +73,7 @@ struct pass_order {
 	{
 		task k;
 #pragma unroll 1
-		while (number >= last && (window + 1) * span < a.max_tokens)
+		while (number >= last && !whole && window + 1 < windows(a))
 			window++, measure();
 		if (!(k.there = number < last))
 			return k;
@@ -57,9 +82,8 @@ struct pass_order {
 #pragma unroll 1
 		for (k.src = 0; r >= (some = rows_in(k.src, window)); k.src++)
 			r -= some;
-		r += window * span;
-		k.at = k.src * a.max_tokens + r,
-		k.row = (a.mode & SW_DISPATCH_COMPACT) != 0 ? staged.first[k.src] + r : k.at;
+		r += rows_before(k.src, window);
+		k.at = k.src * a.max_tokens + r, k.row = place_of(k.src) + r;
 		return k;
 	}
 };
@@ -74,9 +98,9 @@ struct pass_board {
 };
 
 // A pass over this rank's rows: makes the partial sums of rows by expert in staging, or copies rows by token there or,
-// with y, out of it. In each round every warp has a part of a row. With SW_DISPATCH_BESIDE the kernel behind it, which
-// reads and sums, runs next to it: the block's last warp tells ranks of each window of rows that is complete, so that
-// no other waits for what it has stored.
+// with y, out of it. In each round every warp has a part of a row, or a row. With SW_DISPATCH_BESIDE the kernel behind
+// it, which reads and sums, runs next to it: the block's last warp tells ranks of each window of rows that is complete,
+// so that no other waits for what it has stored.
 template <kind type, bool float8> struct partials {
 	static constexpr u32 vectors = SW_DISPATCH_PASS_PART / 512,
 			     workers = SW_DISPATCH_SUM_PASS_THREADS / 32 - 1; // of a lane in a part; warps that make
@@ -93,7 +117,7 @@ template <kind type, bool float8> struct partials {
 	      warp(threadIdx.x / 32), beside((a.mode & SW_DISPATCH_BESIDE) != 0),
 	      by_expert((a.mode & SW_DISPATCH_BY_EXPERT) != 0)
 	{
-		u32 all = b.staged.first[a.world.size] * a.parts, each = workers * gridDim.x;
+		u32 all = order.rows() * a.parts, each = workers * gridDim.x;
 		rounds = (max(all, blockIdx.x) - blockIdx.x + each - 1) / each;
 	}
 
@@ -187,13 +211,13 @@ template <kind type, bool float8> struct partials {
 	}
 
 	// Stores the part of a row's sum as float8.
-	__device__ __forceinline__ void store_float8(const pass_order::task &k, const sum<type> *s) const
+	__device__ __forceinline__ void store_float8(const pass_order::task &k, const sum<type> *s, u32 part) const
 	{
-		u64 to = own + a.sum.from_rows + static_cast<u64>(by_expert ? k.at : k.row) * a.wire_bytes;
+		u64 to = own + a.sum.from_rows + static_cast<u64>(k.row) * a.wire_bytes;
 #pragma unroll
 		for (u32 i = 0; i < vectors; i++) {
-			u32 at = k.part * SW_DISPATCH_PASS_PART + i * 512 + lane * 16,
-			    element = at / numbers<type>::size, scale;
+			u32 at = part * SW_DISPATCH_PASS_PART + i * 512 + lane * 16, element = at / numbers<type>::size,
+			    scale;
 			uint2 v = s[i].narrowed(scale);
 			if (at >= a.row_bytes)
 				continue;
@@ -206,6 +230,48 @@ template <kind type, bool float8> struct partials {
 		}
 	}
 
+	__device__ __forceinline__ void store(const pass_order::task &k, const uint4 *v, u32 part) const
+	{
+		u32 at = part * SW_DISPATCH_PASS_PART + lane * 16;
+		u64 to = (a.sum.y != 0 ? a.sum.y : own + a.sum.from_rows) + static_cast<u64>(k.row) * a.row_bytes + at;
+#pragma unroll
+		for (u32 i = 0; i < vectors; i++)
+			store_vector_if(at + i * 512 < a.row_bytes, to + i * 512, v[i]);
+	}
+
+	// Copies a task of a row by token, or makes float8 of it: the next part is on its way while one is stored.
+	__device__ __forceinline__ void copy(const pass_order::task &k) const
+	{
+		constexpr u32 size = SW_DISPATCH_PASS_PART;
+		u64 row = a.out.rows + static_cast<u64>(k.row) * a.row_bytes;
+		u32 part = k.part * (a.part / size), end = min(part + a.part / size, (a.row_bytes + size - 1) / size);
+		uint4 v[vectors], next[vectors];
+		auto put = [&](const uint4 *from) {
+			if constexpr (float8) {
+				sum<type> s[vectors];
+#pragma unroll
+				for (u32 i = 0; i < vectors; i++)
+					s[i].add(from[i]);
+				store_float8(k, s, part);
+			} else {
+				store(k, from, part);
+			}
+			part++;
+		};
+		load(v, row, part);
+#pragma unroll 1
+		while (part < end) {
+			if (part + 1 < end)
+				load(next, row, part + 1);
+			put(v);
+			if (part == end)
+				break;
+			if (part + 1 < end)
+				load(v, row, part + 1);
+			put(next);
+		}
+	}
+
 	__device__ __forceinline__ void copy_weights(const pass_order::task &k, const int *row) const
 	{
 #pragma unroll
@@ -213,9 +279,7 @@ template <kind type, bool float8> struct partials {
 			u32 c = lane + 32 * j;
 			int r = by_expert ? row[j] : static_cast<int>(k.row * a.top_k + c);
 			if (c < a.top_k)
-				view<float>(
-				    own +
-				    a.sum.from_weights)[static_cast<u64>(by_expert ? k.at : k.row) * a.top_k + c] =
+				view<float>(own + a.sum.from_weights)[static_cast<u64>(k.row) * a.top_k + c] =
 				    r < 0 ? 0 : a.out.weights[r];
 		}
 	}
@@ -225,35 +289,20 @@ template <kind type, bool float8> struct partials {
 	{
 		if (a.sum.ready != 0 && !await_marks(k))
 			return false;
-		uint4 out[vectors];
 		if (by_expert)
 			add_up(k, row, weight, [&](const sum<type> *s) {
 				if constexpr (float8) {
-					store_float8(k, s);
+					store_float8(k, s, k.part);
 				} else {
+					uint4 out[vectors];
 #pragma unroll
 					for (u32 i = 0; i < vectors; i++)
 						out[i] = s[i].value();
+					store(k, out, k.part);
 				}
 			});
 		else
-			load(out, a.out.rows + static_cast<u64>(k.row) * a.row_bytes, k.part);
-		if constexpr (float8) {
-			if (!by_expert) {
-				sum<type> s[vectors];
-#pragma unroll
-				for (u32 i = 0; i < vectors; i++)
-					s[i].add(out[i]);
-				store_float8(k, s);
-			}
-		} else {
-			u32 at = k.part * SW_DISPATCH_PASS_PART + lane * 16;
-			u64 to = (a.sum.y != 0 ? a.sum.y : own + a.sum.from_rows) +
-			         static_cast<u64>(by_expert ? k.at : k.row) * a.row_bytes + at;
-#pragma unroll
-			for (u32 i = 0; i < vectors; i++)
-				store_vector_if(at + i * 512 < a.row_bytes, to + i * 512, out[i]);
-		}
+			copy(k);
 		if (k.part == 0 && a.sum.from_weights != 0)
 			copy_weights(k, row);
 		return true;
@@ -309,11 +358,12 @@ template <kind type, bool float8> struct partials {
 			if (lane < workers)
 				k = order.find(number(lane, round));
 			if (k.there) {
-				u32 *making = state::making(a) + k.src * windows(a) + k.window;
+				u32 window = window_of(a, k.row),
+				    *making = state::making(a) + k.src * windows(a) + window;
 				if (add_acq_rel_gpu(making, 1) + 1 == order.rows_in(k.src, k.window) * a.parts) {
 					*making = 0;
 					fence_acq_rel_sys(); // X4
-					store_relaxed_sys(made_word(a, k.src, a.world.rank, k.window), epoch);
+					store_relaxed_sys(made_word(a, k.src, a.world.rank, window), epoch);
 				}
 			}
 			__syncwarp();

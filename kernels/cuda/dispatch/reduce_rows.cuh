@@ -55,7 +55,6 @@ __device__ __forceinline__ void sum_rows(const sw_dispatch_args &a, const combin
 			for (u32 i = 0; i < 2; i++)
 				if (good && rows[i] >= 0 && (b.makes >> (lane + 32 * i) & 1) != 0)
 					good = await_made(a, lane + 32 * i, rows[i], epoch, seen[i]);
-			fence_bulk();
 			lost = __any_sync(~0u, !good);
 			if (lost)
 				rows[0] = rows[1] = -1;

@@ -2,8 +2,8 @@
 // the order of ranks, after the biases. A rank's row is its partial sum; it lies where the rank has said in the line of
 // its begin.
 //
-// combine_rows and combine_weights call this, and others that sum its sums. It reads rows of peers' segments, and
-// places and who of the handle's state; it writes the caller's sums.
+// combine_rows and combine_weights call this, and others that sum its sums. It reads rows of peers' segments, this
+// rank's own there or where the caller has them, and places and who of the handle's state; it writes the caller's sums.
 #pragma once
 
 #include "numbers.cuh"
@@ -28,38 +28,47 @@ __device__ __forceinline__ bool await_ranks(const sw_dispatch_args &a, combine_b
 		if (threadIdx.x != a.world.rank)
 			good = await_begin(a, threadIdx.x, epoch, word, place);
 		if (good) {
-			b.base[threadIdx.x] = segment(a.world, threadIdx.x) + resolve(a.world, threadIdx.x, place);
-			if (makes(word))
+			bool own = threadIdx.x == a.world.rank && a.sum.own != 0;
+			b.base[threadIdx.x] =
+			    own ? a.sum.own : segment(a.world, threadIdx.x) + resolve(a.world, threadIdx.x, place);
+			if (makes(word) && !own)
 				atomicOr(&b.makes, 1ull << threadIdx.x);
 		}
 	}
 	return !__syncthreads_or(!good);
 }
 
-// Rows that a rank makes while others read them are told in windows of this size, each by a word of the readers.
+// Rows that a rank makes while others read them are told in windows of places, each by a word of the reader whose rows
+// they are. A reader's rows follow one another and may begin in the middle of a window, so they can lie in one window
+// more than they fill. Each has a word of its own.
 __device__ __forceinline__ u32 windows(const sw_dispatch_args &a)
 {
-	return (a.max_tokens + SW_DISPATCH_WINDOW - 1) / SW_DISPATCH_WINDOW;
+	return ((a.max_tokens + (1u << a.sum.window) - 1) >> a.sum.window) + 1;
+}
+__device__ __forceinline__ u32 window_of(const sw_dispatch_args &a, u32 row)
+{
+	return (row >> a.sum.window) % windows(a);
 }
 __device__ __forceinline__ u64 made_word(const sw_dispatch_args &a, u32 dst, u32 src, u32 window)
 {
 	return segment(a.world, dst) + a.state.made + (static_cast<u64>(src) * windows(a) + window) * 8;
 }
 
-// Waits until a rank has made the row of one of this rank's tokens, and the others of its window. `seen` is the window
-// that this thread has waited for last. False when the wait was given up.
+// Waits until a rank has made the row of one of this rank's tokens, and the others of its window, for bulk copies of
+// this thread. `seen` is the window that it has waited for last. False when the wait was given up.
 __device__ __forceinline__ bool await_made(const sw_dispatch_args &a, u32 src, int row, u64 epoch, int &seen)
 {
-	int window = (row - static_cast<int>(a.world.rank * a.max_tokens)) / SW_DISPATCH_WINDOW;
+	int window = row >> a.sum.window;
 	if (window == seen)
 		return true;
 	patience p(a, src);
-	u64 word = made_word(a, a.world.rank, src, static_cast<u32>(window));
+	u64 word = made_word(a, a.world.rank, src, window_of(a, static_cast<u32>(row)));
 #pragma unroll 1
 	while (load_acquire_sys(word) < epoch)
 		if (!p.more(epoch, false))
 			return false;
 	p.count();
+	fence_bulk();
 	seen = window;
 	return true;
 }
@@ -135,10 +144,13 @@ __device__ __forceinline__ void sum_weights(const sw_dispatch_args &a, u32 t, u3
 		u64 i = static_cast<u64>(t) * a.top_k + k;
 		int d = who[i];
 		float w = 0;
-		if (d >= 0)
-			w = *view<const volatile float>(
-			    segment(a.world, d) + a.sum.from_weights +
-			    (static_cast<u64>(places[static_cast<u64>(t) * a.world.size + d]) * a.top_k + k) * 4);
+		if (d >= 0) {
+			bool own = static_cast<u32>(d) == a.world.rank && a.sum.own != 0;
+			u64 from =
+			    own ? reinterpret_cast<u64>(a.out.weights) : segment(a.world, d) + a.sum.from_weights;
+			u64 row = static_cast<u32>(places[static_cast<u64>(t) * a.world.size + d]);
+			w = view<const volatile float>(from)[row * a.top_k + k];
+		}
 		a.sum.weights[i] = w;
 	}
 }

@@ -514,7 +514,8 @@ void sum(world &w, sw_dispatch_args &a, program &p)
 
 void pass(sw_dispatch_args &a, bool float8, program &p)
 {
-	a.parts = (a.row_bytes + SW_DISPATCH_PASS_PART - 1) / SW_DISPATCH_PASS_PART;
+	a.part = SW_DISPATCH_PASS_PART * ((a.mode & SW_DISPATCH_BY_EXPERT) != 0 ? 1 : 1 + draw(3));
+	a.parts = (a.row_bytes + a.part - 1) / a.part;
 	p.push_back(
 	    with(float8 ? experts_sum_bf16_float8 : experts_sum_bf16, a, 1 + draw(3), SW_DISPATCH_SUM_PASS_THREADS));
 }
@@ -531,7 +532,8 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 {
 	bool halves = draw(2) == 0;
 	sw_dispatch_args a = arguments(w, b, rank, op_combine);
-	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.partial(), a.sum.y = w.segment(rank) + sums_at(w);
+	a.row_bytes = 2 * w.hidden, a.wire_bytes = w.partial(), a.sum.y = w.segment(rank) + sums_at(w),
+	a.sum.window = SW_DISPATCH_WINDOW;
 	if (w.biases > 0)
 		a.sum.bias0 = reinterpret_cast<u64>(b.narrow_bias[0][rank].data());
 	if (w.biases > 1)
@@ -564,8 +566,10 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 		a.mode |= keeps_rows(w);
 		a.sum.weights = weights.data();
 		a.sum.from_weights = w.weights;
-		if (!w.by_token() && !halves && draw(2) == 0)
+		if (!halves && draw(2) == 0)
 			a.mode |= SW_DISPATCH_BESIDE;
+		if (w.by_token() && !w.float8_sums && !halves && draw(2) == 0)
+			a.sum.own = w.segment(rank) + made_at(w);
 		sw_dispatch_args s = a;
 		s.sum.y = 0, s.out.rows = w.segment(rank) + made_at(w), s.out.weights = a.out.weights;
 		s.mode |= (w.rows_by == compact ? SW_DISPATCH_COMPACT : 0) |
