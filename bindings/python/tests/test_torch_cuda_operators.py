@@ -30,6 +30,10 @@ def test_refusals_are_those_of_python(cuda):
     cuda.run(host.refused, "cuda")
 
 
+def test_rows_that_the_host_was_told_of_are_usual(cuda):
+    cuda.run(host.shortened, "cuda")
+
+
 def test_nothing_is_left(cuda):
     cuda.run(host.many, "cuda")
 

@@ -286,6 +286,29 @@ def test_dispatches_are_those_of_python(gloo):
     gloo.run(paired, "cpu")
 
 
+def shortened(rank, size, device):
+    """As many rows as the host was told of are combined by an operator, where the dispatch has not said so, as on a GPU."""
+    d = sw.Dispatcher(2 * size, 2, 8, max_tokens=16, dtype="float32", layout="token_major", host_counts=True, device=device)
+    x, idx, weights = tokens(rank, d, 9, device)
+    d.dispatch(x, idx, weights).release()  # the first call makes the operators known
+    got = d.dispatch(x, idx, weights)
+    rows = got.rows[: got.host_counts().rows].clone()
+    want = d.combine(rows, got)
+    got._output.counts = None
+    assert rows.shape[0] == got.host_counts().rows < d.max_rows
+    with Counting(d._operated, "combine") as counting:
+        y = d.combine(rows, got, release=True)
+    assert counting.served == counting.asked == 1
+    assert torch.equal(y, want)
+    del got
+    d.close()
+
+
+@needs_them
+def test_rows_that_the_host_was_told_of_are_usual(gloo):
+    gloo.run(shortened, "cpu")
+
+
 def refuse_alike(d, call, *arguments):
     """The call is refused with operators and without, in the same words."""
     said = []

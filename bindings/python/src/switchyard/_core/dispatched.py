@@ -122,7 +122,7 @@ class Slot:
 class Output(Bound):
     """The output of a dispatch, given back with the last reference to it and to what lies on it."""
 
-    __slots__ = ("_hold", "_rows", "_slot", "_unhold", "counts", "dispatcher", "handle", "released", "routing")
+    __slots__ = ("_hold", "_rows", "_slot", "_unhold", "counts", "dispatcher", "handle", "released", "routing", "told")
 
     def __init__(
         self, dispatcher: Maker, handle: int, rows: int, routing: Routing | None = None, hold: int | None = None
@@ -132,6 +132,8 @@ class Output(Bound):
         self._unhold, self._hold = lib.unhold, hold or lib.hold(handle)
         self.dispatcher, self.handle, self.released = dispatcher, handle, False
         self.counts: HostCounts | None = None if routing is None else routing.counts
+        #: Those that the caller asked for last. After another replay of a graph they are old.
+        self.told: HostCounts | None = None
         self.routing, self._rows = routing, rows
         self._slot: Slot | None = None
 
@@ -365,7 +367,10 @@ class Dispatched(Bound):
         """How many rows came, for the host. On a GPU it waits until the ranks have told each other, not for the rows, and needs
         a dispatcher with ``host_counts=True``; a dispatch in a graph has those of its latest replay."""
         output = self._given()
-        return output.counts or output.host()
+        if output.counts is not None:
+            return output.counts
+        output.told = output.host()
+        return output.told
 
     @property
     def num_rows(self) -> int:

@@ -228,7 +228,10 @@ class Dispatches:
             weighting = OF_TOKENS
         elif weighting == DISPATCHED and way._weights is not None and way._weights.requires_grad and torch.is_grad_enabled():
             return None
-        counts = way.counts if isinstance(way, Routing) else way._output and way._output.counts
+        if isinstance(way, Routing):
+            counts = way.counts
+        else:
+            counts = way._output and (way._output.counts or way._output.told)
         return self.bring(rows, way, -1 if counts is None else counts.rows, weighting, token_weights, release)
 
     @uncompiled
