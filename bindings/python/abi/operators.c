@@ -543,6 +543,17 @@ static int64_t rows_in(const struct view *v, const struct switchyard_dispatches 
 	return (int64_t)n;
 }
 
+// Whether a combine of n rows has as many as there is room for, or as came. Of a dispatch on a GPU the library asks
+// each time: another replay of its graph has brought other rows.
+static bool all_rows(int64_t n, const struct way *by, const struct switchyard_dispatches *d)
+{
+	int64_t came = -1;
+	if (n == d->MaxRows || n == by->came)
+		return true;
+	return by->handle && n < d->MaxRows &&
+	       !switchyard_counts((uint64_t)by->handle, 0, &came, NULL, 0, NULL, -1, NULL, 0) && n == came;
+}
+
 static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct way *by, int64_t *code)
 {
 	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)(intptr_t)by->dispatches;
@@ -554,8 +565,8 @@ static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct 
 	void *data;
 	int64_t n;
 	*code = UNUSUAL;
-	if (atomic_load(&forked) || !view_of(from, &rows) || (n = rows_in(&rows, d)) < 0 ||
-	    (n != by->came && n != d->MaxRows) || !aligned(&rows) || !stream_of(d->Device, &stream))
+	if (atomic_load(&forked) || !view_of(from, &rows) || (n = rows_in(&rows, d)) < 0 || !all_rows(n, by, d) ||
+	    !aligned(&rows) || !stream_of(d->Device, &stream))
 		return undefined();
 	if (weights) {
 		if (!view_of(weights, &w) || !is(&w, d->Device, SWITCHYARD_FLOAT32, by->tokens, d->TopK))

@@ -122,6 +122,46 @@ def test_graphs_for_few_tokens(cuda, layout):
     run(cuda, captured, layout, {"low_latency": True})
 
 
+def counted_in_graphs(rank, size):
+    """The host has the counts of the latest replay, also behind combines of as many rows as came and kept routings."""
+    d = layers.dispatcher(size, CUDA, "token_major", handles=2, host_counts=True)
+    x, idx, weights = layers.routing(rank, size, CUDA, 0)
+    want = {}
+    for seed in range(1, 5):
+        for to, of in zip((x, idx, weights), layers.routing(rank, size, CUDA, seed)):
+            to.copy_(of)
+        got = d.dispatch(x, idx, weights)
+        host = got.host_counts()
+        want[seed] = host, d.combine(got.rows[: host.rows], got)
+        del got
+    assert len({host.rows for host, _ in want.values()}) > 1
+    sw.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one = d.dispatch(x, idx, weights)
+        with pytest.raises(errors.Unsupported, match="a graph is being captured"):
+            one.host_counts()
+    for seed, (host, y) in want.items():
+        for to, of in zip((x, idx, weights), layers.routing(rank, size, CUDA, seed)):
+            to.copy_(of)
+        torch.cuda.synchronize()
+        sw.barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        # By an operator, and by Python, which looks at the length itself.
+        by_operator = d.combine(one.rows[: host.rows], one)
+        by_python = d.combine(one.rows[: host.rows].clone().requires_grad_(), one)
+        assert torch.equal(by_operator, y) and torch.equal(by_python.detach(), y)
+        assert one.host_counts() == host == one.keep().counts
+    sw.synchronize()
+    del one, graph, want, by_operator, by_python
+    d.close()
+
+
+def test_counts_in_graphs(cuda):
+    run(cuda, counted_in_graphs)
+
+
 def places(rank, size):
     """Tensors of every allocator, and calls on several streams."""
     d = layers.dispatcher(size, CUDA, "flat", handles=2)

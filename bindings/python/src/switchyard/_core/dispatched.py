@@ -41,6 +41,9 @@ class Counted(Protocol):
     _groups: int
     _local_experts: list[int]
 
+    def _capturing(self) -> bool:
+        """Whether calls go into a graph and do not run."""
+
 
 class Maker(Counted, Protocol):
     """The questions that outputs ask of the dispatcher that made them."""
@@ -122,7 +125,7 @@ class Slot:
 class Output(Bound):
     """The output of a dispatch, given back with the last reference to it and to what lies on it."""
 
-    __slots__ = ("_hold", "_rows", "_slot", "_unhold", "counts", "dispatcher", "handle", "released", "routing", "told")
+    __slots__ = ("_hold", "_rows", "_slot", "_unhold", "counts", "dispatcher", "handle", "released", "routing")
 
     def __init__(
         self, dispatcher: Maker, handle: int, rows: int, routing: Routing | None = None, hold: int | None = None
@@ -131,9 +134,8 @@ class Output(Bound):
         lib = dispatcher.comm._lib
         self._unhold, self._hold = lib.unhold, hold or lib.hold(handle)
         self.dispatcher, self.handle, self.released = dispatcher, handle, False
+        #: Those that hold for good: of a call of the host, or of a routing. A graph brings others with every replay.
         self.counts: HostCounts | None = None if routing is None else routing.counts
-        #: Those that the caller asked for last. After another replay of a graph they are old.
-        self.told: HostCounts | None = None
         self.routing, self._rows = routing, rows
         self._slot: Slot | None = None
 
@@ -178,6 +180,11 @@ def counts_of(d: Counted, handle: int) -> HostCounts:
     of_groups, of_ranks = at + 8 * experts, at + 8 * (experts + groups + 1)
     while code == AGAIN:
         code = lib.counts(handle, SLICE, byref(rows), at, experts, of_groups, groups, of_ranks, ranks)
+        if code == AGAIN and d._capturing():
+            raise errors.Unsupported(
+                "switchyard: a graph is being captured, and the host does not know how many rows this dispatch brought: ask "
+                "before the capture, or after a replay"
+            )
     lib.check(code)
     known = words.tolist()
     return HostCounts(rows.value, known[:experts], known[experts:-ranks], known[-ranks:])
@@ -365,12 +372,9 @@ class Dispatched(Bound):
 
     def host_counts(self) -> HostCounts:
         """How many rows came, for the host. On a GPU it waits until the ranks have told each other, not for the rows, and needs
-        a dispatcher with ``host_counts=True``; a dispatch in a graph has those of its latest replay."""
+        a dispatcher with ``host_counts=True``; a dispatch in a graph has those of its latest replay, and none before."""
         output = self._given()
-        if output.counts is not None:
-            return output.counts
-        output.told = output.host()
-        return output.told
+        return output.host() if output.counts is None else output.counts
 
     @property
     def num_rows(self) -> int:

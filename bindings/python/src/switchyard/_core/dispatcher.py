@@ -112,6 +112,10 @@ class Calls(Taking):
         lib.check(lib.dispatcher_info(self._handle, *out))
         return tokens.value, rows.value, alive.value, routing.value, local[: n.value].tolist()
 
+    def _capturing(self) -> bool:
+        """Whether calls go into a graph and do not run."""
+        return self._torch is not None and self._torch.capturing()
+
     def _alive(self) -> int:
         return 0 if self._closed else self._info()[2]
 
@@ -282,9 +286,9 @@ class Calls(Taking):
             return
         if not self._counted:
             raise errors.InvalidArgument(f"switchyard: {name} has {rows} rows, the dispatcher {self.max_rows}")
-        output.counts = output.counts or output.host()
-        if rows != output.counts.rows:
-            raise errors.InvalidArgument(f"switchyard: {name} has {rows} rows, the dispatch had {output.counts.rows}")
+        came = (output.counts or output.host()).rows
+        if rows != came:
+            raise errors.InvalidArgument(f"switchyard: {name} has {rows} rows, the dispatch had {came}")
 
     def _check_combine(
         self, rows: int, tokens: int, weights: Sequence[int] | None, sum_weights: bool, biases: Sequence[Sequence[int]]

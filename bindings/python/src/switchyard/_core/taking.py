@@ -105,11 +105,12 @@ class Taking(Bound):
     def _keep(self, dispatched: Dispatched) -> Routing:
         """The routing of a dispatch."""
         output, side = dispatched._output, dispatched._side
-        if output.counts is None and output.routing is None and self._counted and not side.capturing():
-            output.counts = output.host()  # by a routing they are those of the routing, or nobody's
+        counts = output.counts
+        if counts is None and output.routing is None and self._counted and not side.capturing():
+            counts = output.host()  # by a routing they are those of the routing, or nobody's
         memory, at = side.room(self.routing_bytes)
         name = self._copy(abi.result_call([*(0,) * 16, at, self.routing_bytes, *(0,) * 4], output.alive(), 0, False))
-        return Routing(self, side, name, memory, dispatched.tokens, output.counts, dispatched._weights)
+        return Routing(self, side, name, memory, dispatched.tokens, counts, dispatched._weights)
 
     def _copy(self, call: array[int]) -> int:
         """Copy what a dispatch has left. The name of its routing is returned."""

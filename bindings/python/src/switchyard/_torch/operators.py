@@ -231,7 +231,7 @@ class Dispatches:
         if isinstance(way, Routing):
             counts = way.counts
         else:
-            counts = way._output and (way._output.counts or way._output.told)
+            counts = way._output and way._output.counts
         return self.bring(rows, way, -1 if counts is None else counts.rows, weighting, token_weights, release)
 
     @uncompiled
