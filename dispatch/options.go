@@ -174,9 +174,9 @@ type Options struct {
 	MaxSMs int
 	// Table has measured times of dispatches and combines on GPUs. A call with MaxSMs of 0 takes the number of multiprocessors that was fastest
 	// with this rank's tokens, in place of the numbers above, and never more than all but 36. nil is the table of the package, for 2 and 4
-	// ranks. Ranks may have different ones. The numbers above hold where a table has no curves for the call: for another number of ranks, more tokens than were
-	// measured, rows by expert without LowLatency, CombineBackward, and Handle.CopyTo. They also hold for a TokenMajor dispatch whose rows a copy
-	// takes as they come (Tokens.Taken, Dispatcher.DispatchTo), which shares the GPU with the copy.
+	// ranks. Ranks may have different ones. The numbers above hold where a table has no curves for the call: for another number of ranks,
+	// more tokens than were measured, rows by expert without LowLatency, CombineBackward, and Handle.CopyTo. They also hold for a TokenMajor
+	// dispatch whose rows a copy takes as they come (Tokens.Taken, Dispatcher.DispatchTo), which shares the GPU with the copy.
 	Table *Table
 	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
 	// On the host a peer that moves bytes of the communicator's calls is not silent.
