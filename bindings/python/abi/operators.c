@@ -304,8 +304,8 @@ static bool tokens_of(torch_tensor tokens, torch_tensor experts, torch_tensor we
 {
 	struct view x, idx, w;
 	if (atomic_load(&forked) || d->Numbers > MOST_NUMBERS || !view_of(tokens, &x) || !view_of(experts, &idx) ||
-	    x.dim < 1 || !is(&x, d->Device, d->TokenType, x.sizes[0], d->Hidden) || !aligned(&x) ||
-	    !is(&idx, d->Device, d->IndexType, x.sizes[0], d->TopK))
+	    x.dim < 1 || x.sizes[0] > d->MaxTokens || !is(&x, d->Device, d->TokenType, x.sizes[0], d->Hidden) ||
+	    !aligned(&x) || !is(&idx, d->Device, d->IndexType, x.sizes[0], d->TopK))
 		return false;
 	if (weights) {
 		if (!view_of(weights, &w) || !is(&w, d->Device, SWITCHYARD_FLOAT32, x.sizes[0], d->TopK))
@@ -317,50 +317,57 @@ static bool tokens_of(torch_tensor tokens, torch_tensor experts, torch_tensor we
 	return true;
 }
 
-static torch_tensor send(torch_tensor tokens, torch_tensor experts, torch_tensor weights, torch_tensor told,
+// Makes a dispatch. It is said whether there is one, which has ended on the host.
+static bool make(const struct switchyard_dispatches *d, uint64_t stream, struct switchyard_dispatch_call *call,
+                 struct made *made, int64_t *counts)
+{
+	uint64_t ticket = 0;
+	if (d->Device >= 0)
+		made->code = switchyard_dispatch(d->Handle, stream, call, 0, NULL);
+	else
+		made->code = switchyard_deliver(d->Handle, 0, call, NULL, d->Wait, &ticket, counts, d->Numbers);
+	made->handle = (int64_t)call->Made;
+	made->place = (int64_t)call->Rows;
+	made->ticket = (int64_t)ticket;
+	if (made->code != 0 && made->code != AGAIN && call->Made) {
+		(void)switchyard_release(call->Made);
+		made->handle = 0;
+	}
+	return made->code == 0;
+}
+
+static torch_tensor send(torch_tensor tokens, torch_tensor experts, torch_tensor weights,
                          const struct switchyard_dispatches *d, struct made *made, int64_t *counts)
 {
 	struct switchyard_dispatch_call call = {0};
-	struct view n;
-	uint64_t stream, ticket = 0;
+	uint64_t stream;
 	made->code = UNUSUAL;
-	if (!tokens_of(tokens, experts, weights, d, &call) || !stream_of(d->Device, &stream))
+	if (!tokens_of(tokens, experts, weights, d, &call) || !stream_of(d->Device, &stream) ||
+	    !make(d, stream, &call, made, counts))
 		return undefined();
-	if (told) {
-		if (!view_of(told, &n) || n.device != d->Device || n.dtype != types[SWITCHYARD_INT32] || n.dim != 1)
-			return undefined();
-		call.Numbers = buffer(&n, 4 * n.sizes[0]);
-	}
-	if (d->Device >= 0)
-		made->code = switchyard_dispatch(d->Handle, stream, &call, 0, NULL);
-	else
-		made->code = switchyard_deliver(d->Handle, 0, &call, NULL, d->Wait, &ticket, counts, d->Numbers);
-	made->handle = (int64_t)call.Made;
-	made->place = (int64_t)call.Rows;
-	made->ticket = (int64_t)ticket;
-	if (made->code == 0)
-		return rows_of(d, made, d->Device < 0 ? counts[0] : d->MaxRows);
-	if (made->code != AGAIN && call.Made) {
-		(void)switchyard_release(call.Made);
-		made->handle = 0;
-	}
-	return undefined();
+	return rows_of(d, made, d->Device < 0 ? counts[0] : d->MaxRows);
 }
 
-static void dispatch(uint64_t *stack, uint64_t inputs, torch_tensor weights, torch_tensor told)
+// What a dispatch has made, and its numbers, as the operator returns them.
+static uint64_t list_of(const struct made *made, const struct switchyard_dispatches *d, const int64_t *counts)
+{
+	torch_list list = NULL;
+	(void)torch_new_list_reserve_size(sizeof *made / 8 + (size_t)d->Numbers, &list);
+	for (size_t i = 0; i < sizeof *made / 8; i++)
+		value(list, ((const int64_t *)made)[i]);
+	for (int64_t i = 0; made->code == 0 && i < d->Numbers; i++)
+		value(list, counts[i]);
+	return (uint64_t)list;
+}
+
+static void dispatch(uint64_t *stack, uint64_t inputs, torch_tensor weights)
 {
 	torch_tensor x = (torch_tensor)stack[0], experts = (torch_tensor)stack[1];
 	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)stack[inputs - 1];
 	struct made made = {0};
 	int64_t counts[MOST_NUMBERS];
-	torch_list list = NULL;
-	stack[0] = (uint64_t)send(x, experts, weights, told, d, &made, counts);
-	(void)torch_new_list_reserve_size(sizeof made / 8 + (size_t)d->Numbers, &list);
-	for (size_t i = 0; i < sizeof made / 8; i++)
-		value(list, ((const int64_t *)&made)[i]);
-	for (int64_t i = 0; made.code == 0 && i < d->Numbers; i++)
-		value(list, counts[i]);
-	stack[1] = (uint64_t)list;
+	stack[0] = (uint64_t)send(x, experts, weights, d, &made, counts);
+	stack[1] = list_of(&made, d, counts);
 	(void)aoti_torch_delete_tensor_object(x);
 	(void)aoti_torch_delete_tensor_object(experts);
 }
@@ -369,7 +376,7 @@ static void dispatch(uint64_t *stack, uint64_t inputs, torch_tensor weights, tor
 static void dispatch_rows(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 {
 	(void)outputs;
-	dispatch(stack, inputs, NULL, NULL);
+	dispatch(stack, inputs, NULL);
 }
 
 // switchyard::dispatch_weighted
@@ -377,17 +384,57 @@ static void dispatch_weighted(uint64_t *stack, uint64_t inputs, uint64_t outputs
 {
 	(void)outputs;
 	torch_tensor weights = (torch_tensor)stack[2];
-	dispatch(stack, inputs, weights, NULL);
+	dispatch(stack, inputs, weights);
 	(void)aoti_torch_delete_tensor_object(weights);
 }
 
-// switchyard::dispatch_told
-static void dispatch_told(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+// Fresh memory for the numbers of a dispatch, and the part of it that has the choices of each expert.
+static bool numbers_of(const struct switchyard_dispatches *d, torch_tensor *counts, struct switchyard_buffer *all)
 {
-	(void)outputs;
-	torch_tensor told = (torch_tensor)stack[2];
-	dispatch(stack, inputs, NULL, told);
-	(void)aoti_torch_delete_tensor_object(told);
+	const int64_t one = 1;
+	torch_tensor words;
+	void *data;
+	if (aoti_torch_empty_strided(1, &d->Told, &one, types[SWITCHYARD_INT32], d->Device < 0 ? host : gpu,
+	                             (int32_t)d->Device, &words))
+		return false;
+	bool good = !aoti_torch_get_data_ptr(words, &data) &&
+	            !aoti_torch__reinterpret_tensor(words, 1, &d->Experts, &one, 2, counts);
+	if (good)
+		*all = (struct switchyard_buffer){(uint64_t)(uintptr_t)data, 4 * d->Told};
+	(void)aoti_torch_delete_tensor_object(words); // the part holds its memory
+	return good;
+}
+
+// The choices of each expert in a dispatch whose rows stay where they are. A hold on another one ends before.
+static torch_tensor lend(torch_tensor tokens, torch_tensor experts, void *hold, bool first,
+                         const struct switchyard_dispatches *d, struct made *made, int64_t *numbers)
+{
+	struct switchyard_dispatch_call call = {.Half = first};
+	torch_tensor counts;
+	uint64_t stream;
+	made->code = UNUSUAL;
+	if ((first && d->Device < 0) || !tokens_of(tokens, experts, NULL, d, &call) || !stream_of(d->Device, &stream) ||
+	    !numbers_of(d, &counts, &call.Numbers))
+		return undefined();
+	if (hold)
+		switchyard_unhold(hold);
+	if (make(d, stream, &call, made, numbers))
+		made->hold = (int64_t)(intptr_t)switchyard_hold((uint64_t)made->handle);
+	return counts;
+}
+
+// switchyard::dispatch_lent
+static void dispatch_lent(uint64_t *stack, uint64_t inputs, uint64_t outputs)
+{
+	(void)inputs, (void)outputs;
+	torch_tensor x = (torch_tensor)stack[0], experts = (torch_tensor)stack[1];
+	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)stack[4];
+	struct made made = {0};
+	int64_t numbers[MOST_NUMBERS];
+	stack[0] = (uint64_t)lend(x, experts, (void *)(intptr_t)stack[2], stack[3] != 0, d, &made, numbers);
+	stack[1] = list_of(&made, d, numbers);
+	(void)aoti_torch_delete_tensor_object(x);
+	(void)aoti_torch_delete_tensor_object(experts);
 }
 
 // What a delivery has made, in the order of what the operator returns behind the tensors.
@@ -529,7 +576,7 @@ static void deliver_rows(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 
 // What a combine goes by, in the order of the operator's arguments behind its tensors.
 struct way {
-	int64_t dispatches, handle, routing, tokens, came, weighting, release;
+	int64_t dispatches, handle, routing, tokens, came, weighting, release, first;
 };
 
 // How many rows for sums a tensor has, whatever its extents before the last are; -1 for one that has other things.
@@ -554,62 +601,59 @@ static bool all_rows(int64_t n, const struct way *by, const struct switchyard_di
 	       !switchyard_counts((uint64_t)by->handle, 0, &came, NULL, 0, NULL, -1, NULL, 0) && n == came;
 }
 
-static torch_tensor bring(torch_tensor from, torch_tensor weights, const struct way *by, int64_t *code)
+// Sums of rows, in a tensor of the caller or in a fresh one.
+static int64_t bring(torch_tensor from, torch_tensor weights, torch_tensor out, const struct way *by,
+                     torch_tensor *fresh)
 {
 	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)(intptr_t)by->dispatches;
 	const int64_t sizes[2] = {by->tokens, d->Hidden}, strides[2] = {d->Hidden, 1};
-	struct switchyard_combine_call call = {0};
-	struct view rows, w;
-	torch_tensor y;
+	struct switchyard_combine_call call = {.Half = by->first};
+	struct view rows, w, y;
 	uint64_t stream, ticket = 0;
-	void *data;
 	int64_t n;
-	*code = UNUSUAL;
-	if (atomic_load(&forked) || !view_of(from, &rows) || (n = rows_in(&rows, d)) < 0 || !all_rows(n, by, d) ||
-	    !aligned(&rows) || !stream_of(d->Device, &stream))
-		return undefined();
+	if (atomic_load(&forked) || (by->first && d->Device < 0) || !view_of(from, &rows) ||
+	    (n = rows_in(&rows, d)) < 0 || !all_rows(n, by, d) || !aligned(&rows) || !stream_of(d->Device, &stream))
+		return UNUSUAL;
 	if (weights) {
 		if (!view_of(weights, &w) || !is(&w, d->Device, SWITCHYARD_FLOAT32, by->tokens, d->TopK))
-			return undefined();
-		call.TokenWeights.Addr = (uint64_t)(uintptr_t)w.data;
-		call.TokenWeights.Bytes = 4 * by->tokens * d->TopK;
+			return UNUSUAL;
+		call.TokenWeights = buffer(&w, 4 * by->tokens * d->TopK);
 	}
-	if (aoti_torch_empty_strided(2, sizes, strides, types[d->SumType], d->Device < 0 ? host : gpu,
-	                             (int32_t)d->Device, &y))
-		return undefined();
-	if (aoti_torch_get_data_ptr(y, &data))
-		return y;
-	call.Y.Addr = (uint64_t)(uintptr_t)data;
-	call.Y.Bytes = by->tokens * d->SumBytes;
-	call.Rows.Addr = (uint64_t)(uintptr_t)rows.data;
-	call.Rows.Bytes = n * d->SumBytes;
+	if (out) {
+		if (!view_of(out, &y) || !is(&y, d->Device, d->SumType, by->tokens, d->Hidden) || !aligned(&y))
+			return UNUSUAL;
+	} else if (aoti_torch_empty_strided(2, sizes, strides, types[d->SumType], d->Device < 0 ? host : gpu,
+	                                    (int32_t)d->Device, fresh) ||
+	           aoti_torch_get_data_ptr(*fresh, &y.data)) {
+		return UNUSUAL;
+	}
+	call.Y = buffer(&y, by->tokens * d->SumBytes);
+	call.Rows = buffer(&rows, n * d->SumBytes);
 	call.Handle = (uint64_t)by->handle;
 	call.Routing = (uint64_t)by->routing;
 	call.Weighting = by->weighting;
 	call.Release = by->release;
-	int32_t made = switchyard_combine(d->Handle, stream, &call, d->Device < 0 ? d->Wait : 0, &ticket);
-	*code = answer(made, ticket);
-	return y;
+	int32_t code = switchyard_combine(d->Handle, stream, &call, d->Device < 0 ? d->Wait : 0, &ticket);
+	return answer(code, ticket);
 }
 
-// switchyard::combine_rows, and with weights of tokens switchyard::combine_weighted
+// switchyard::combine_rows, with weights of tokens switchyard::combine_weighted, and with a tensor for the sums, too,
+// switchyard::combine_into, which returns no other
 static void combine(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 {
-	(void)outputs;
 	const uint64_t tensors = inputs - sizeof(struct way) / 8;
-	torch_tensor rows = (torch_tensor)stack[0], weights = tensors == 2 ? (torch_tensor)stack[1] : NULL;
+	torch_tensor given[3] = {NULL}, fresh = NULL;
 	struct way by;
-	int64_t code;
+	memcpy(given, stack, tensors * sizeof *given);
 	memcpy(&by, stack + tensors, sizeof by);
-	stack[0] = (uint64_t)bring(rows, weights, &by, &code);
-	stack[1] = (uint64_t)code;
-	(void)aoti_torch_delete_tensor_object(rows);
-	if (weights)
-		(void)aoti_torch_delete_tensor_object(weights);
+	stack[outputs - 1] = (uint64_t)bring(given[0], given[1], given[2], &by, &fresh);
+	if (!given[2])
+		stack[0] = (uint64_t)(fresh ? fresh : undefined());
+	for (uint64_t i = 0; i < tensors; i++)
+		(void)aoti_torch_delete_tensor_object(given[i]);
 }
 
-#define WAY \
-	"int dispatches, int handle, int routing, int tokens, int came, int weighting, int release) -> (Tensor, int)"
+#define WAY "int dispatches, int handle, int routing, int tokens, int came, int weighting, int release, int first) -> "
 
 static const struct {
 	const char *name, *schema;
@@ -624,14 +668,15 @@ static const struct {
     {"dispatch_weighted",
      "dispatch_weighted(Tensor x, Tensor experts, Tensor weights, int dispatches) -> (Tensor, int[])",
      dispatch_weighted},
-    {"dispatch_told", "dispatch_told(Tensor x, Tensor experts, Tensor(a!) numbers, int dispatches) -> (Tensor, int[])",
-     dispatch_told},
+    {"dispatch_lent", "dispatch_lent(Tensor x, Tensor experts, int hold, int first, int dispatches) -> (Tensor, int[])",
+     dispatch_lent},
     {"deliver_rows",
      "deliver_rows(Tensor x, Tensor scales, Tensor experts, Tensor weights, int length, int copies, int deliveries) -> "
      "(Tensor, Tensor, Tensor, Tensor, Tensor, int[])",
      deliver_rows},
-    {"combine_rows", "combine_rows(Tensor rows, " WAY, combine},
-    {"combine_weighted", "combine_weighted(Tensor rows, Tensor weights, " WAY, combine},
+    {"combine_rows", "combine_rows(Tensor rows, " WAY "(Tensor, int)", combine},
+    {"combine_weighted", "combine_weighted(Tensor rows, Tensor weights, " WAY "(Tensor, int)", combine},
+    {"combine_into", "combine_into(Tensor rows, Tensor weights, Tensor(a!) out, " WAY "int", combine},
 };
 
 // The library of torch's that is loaded under a name, or its first function that is missing.

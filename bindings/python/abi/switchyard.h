@@ -51,11 +51,12 @@ struct switchyard_exchanges {
 };
 
 // Dispatches and combines of a dispatcher. On the host, calls wait for Wait microseconds, and a dispatch returns that
-// many Numbers as switchyard_deliver has them.
+// many Numbers as switchyard_deliver has them. Of the Told words of the caller that a dispatch leaves its numbers in,
+// those of this rank's Experts begin with the third.
 struct switchyard_dispatches {
 	uint64_t Handle;
-	int64_t Device, Hidden, TopK, MaxRows, TokenType, RowType, SumType, IndexType, TokenBytes, SumBytes,
-	    ChoiceBytes, Numbers, Wait;
+	int64_t Device, Hidden, TopK, MaxTokens, MaxRows, TokenType, RowType, SumType, IndexType, TokenBytes, SumBytes,
+	    ChoiceBytes, Experts, Told, Numbers, Wait;
 };
 
 // A part of a result that is a tensor of its own: its type, the extent behind the rows, -1 for none, and the bytes of

@@ -47,6 +47,8 @@ typedef void torch_kernel(uint64_t *stack, uint64_t inputs, uint64_t outputs);
 	F(int32_t, aoti_torch_empty_strided, \
 	  (int64_t dim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device, int32_t index, \
 	   torch_tensor *)) \
+	F(int32_t, aoti_torch__reinterpret_tensor, \
+	  (torch_tensor, int64_t dim, const int64_t *sizes, const int64_t *strides, int64_t offset, torch_tensor *)) \
 	F(int32_t, torch_from_blob, \
 	  (void *data, int64_t dim, const int64_t *sizes, const int64_t *strides, int64_t offset, int32_t dtype, \
 	   int32_t device, int32_t index, torch_tensor *, int32_t layout, const uint8_t *metadata, int64_t bytes, \

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 import switchyard as sw
+from switchyard import errors
 
 torch = pytest.importorskip("torch")
 
 from switchyard._core.native import library  # noqa: E402
 from switchyard._torch import calls, operators  # noqa: E402
-from switchyard._torch.moe_bare import bring, deliver, delivery, lease, numbers_of  # noqa: E402
+from switchyard._torch.moe_bare import bring, deliver, delivery, lease  # noqa: E402
 
 ABI = Path(__file__).resolve().parents[1] / "abi"
 #: torch from this version on has all that operators need.
@@ -363,33 +364,50 @@ def test_refusals_are_those_of_python(gloo):
     gloo.run(refused, "cpu")
 
 
-def told(rank, size, device):
-    """The numbers of a dispatch in memory of the caller."""
-    d = sw.Dispatcher(2 * size, 2, 128, max_tokens=16, layout="slab", dtype="bfloat16", device=device)
+def leased(rank, size, device):
+    """Dispatches whose results are lent, with the choices of each expert in memory of their own, and combines by them."""
+    d = sw.Dispatcher(2 * size, 2, 128, max_tokens=16, layout="slab", dtype="bfloat16", handles=2, device=device)
     x, idx, weights = tokens(rank, d, 5 + rank, device)
     got = d.dispatch(x, idx)  # the first call makes the operators known
-    known = [*map(list, (got.counts, got.offsets, got.rank_counts))]
+    known, out = list(got.counts), torch.empty_like(x)
+    want = d.combine(got.rows.clone(), got, token_weights=weights)
     got.release()
-    local, answers = len(d.local_experts), []
-    for how in (lambda d: Counting(d._operated, "dispatch"), by_python):
-        numbers, counts = numbers_of(d, x)
-        numbers.fill_(-1)
-        with how(d) as counting:
-            got = lease(d, x, idx, False, numbers)
-            assert counting is None or counting.served == 1
-        assert [part.tolist() for part in numbers.split([2, local, local + 1, size])[1:]] == known
-        assert counts.tolist() == known[0]
-        answers.append(d.combine(got.rows, got, token_weights=weights, release=True))
-    assert torch.equal(*answers)
-    room = numbers.new_empty(len(numbers) + 1)
-    for wrong in (numbers[:-1], room, room[1:]):
-        refuse_alike(d, lease, d, x, idx, False, wrong)
+    asked, held = d._operated.lease, None
+    for made in (lambda: asked(x, idx, None, False), lambda: lease(d, x, idx, False), lambda: asked(x, idx, None, False)):
+        got, counts = made()
+        assert counts.tolist() == known
+        version = out._version
+        for into in (None, out):
+            y = bring(d, d._torch.lent(got._output)[0], got, token_weights=weights, out=into)
+            assert torch.equal(y, want)
+        assert y is out
+        assert out._version > version
+        got, held = None, got  # two of three have an output
+    # A call of which anything is unusual has done nothing, and the one that is made next gives an output back.
+    other, _ = lease(d, x, idx, False)
+    ends = held._output
+    unusual = (x[0], idx), (x.float(), idx), (x, idx.int()), (torch.cat([x, x, x, x]), torch.cat([idx, idx, idx, idx]))
+    for wrong in unusual:
+        assert asked(*wrong, ends, False) is None
+    assert asked(x, idx, ends, True) is None  # a half, on the host
+    rows = d._torch.lent(held._output)[0].view(-1, 128).clone()
+    assert torch.equal(d.combine(rows, held, token_weights=weights), want)
+    third, counts = asked(x, idx, ends, False)
+    assert counts.tolist() == known
+    with pytest.raises(errors.Freed):
+        d.combine(rows, held, token_weights=weights)
+    # One whose rows somebody holds stays, and the call finds no output.
+    kept = third.rows
+    with pytest.raises(errors.NoHandle):
+        asked(x, idx, third._output, False)
+    del other, third, kept
+    assert asked(x, idx, None, False)[1].tolist() == known
     d.close()
 
 
 @needs_them
-def test_numbers_come_to_memory_of_the_caller(gloo):
-    gloo.run(told, "cpu")
+def test_leases_are_those_of_python(gloo):
+    gloo.run(leased, "cpu")
 
 
 #: The number of the word in an operator's description of dispatches that says how long the host waits.

@@ -205,13 +205,29 @@ def operated(rank, size):
 
         return call
 
-    made.dispatch, made.bring = noted(made.dispatch), noted(made.bring)
+    made.lease, made.bring = noted(made.lease), noted(made.bring)
     rows, again, handle, _, _ = buffer.low_latency_dispatch(x, idx, MOST, 4 * size, use_fp8=False)
     rows.mul_(factors(size).view(size, 4)[rank].bfloat16()[:, None, None])
     y = buffer.low_latency_combine(rows, idx, weights, handle)[0]
-    assert served == [("dispatch", True), ("bring", True)]
+    assert served == [("lease", True), ("bring", True)]
     assert torch.equal(again, counts)
     torch.testing.assert_close(y.float(), want(x.float(), idx, weights, size), rtol=0.1, atol=0.1)
+    out = torch.empty_like(y)
+    assert buffer.low_latency_combine(rows, idx, weights, handle, out=out)[0] is out
+    assert torch.equal(out, y)
+    assert served[2:] == [("bring", True)]
+    # Of other choices than those of the dispatch, and of a tensor that cannot be written, Python looks at what is wanted.
+    served.clear()
+    assert torch.equal(buffer.low_latency_combine(rows, idx.clone(), weights, handle)[0], y)
+    apart = torch.empty(len(y), 2 * y.shape[1], dtype=y.dtype)[:, ::2]
+    assert torch.equal(buffer.low_latency_combine(rows, idx, weights, handle, out=apart)[0], y)
+    assert torch.equal(apart, y)
+    assert served == [("bring", True), ("bring", False), ("bring", True)]
+    served.clear()
+    for sent in (x.requires_grad_(), x.detach().t().contiguous().t()):
+        again = buffer.low_latency_dispatch(sent, idx, MOST, 4 * size, use_fp8=False)[1]
+        assert torch.equal(again, counts)
+    assert served == [("lease", False)]
     buffer.destroy()
 
 

@@ -18,8 +18,9 @@ from deep_ep import _checks
 MOST = 8
 #: With an operator for it a dispatch passes fewer.
 OPERATED = 5
+FEW_OPERATED = 6
 #: The names of operators of torch in what makes a dispatcher's calls by them.
-OPERATORS = ("_plain", "_weighted", "_told", "_combine", "_combine_weighted")
+OPERATORS = ("_plain", "_weighted", "_lent", "_combine", "_combine_weighted", "_combine_into")
 
 
 def passed(made, call, most=MOST):
@@ -89,8 +90,11 @@ def short(rank, size):
         passed(handle._routing.made, lambda: elastic.dispatch(x, idx, weights, num_experts=experts), most)
     rows, _, handle, _, _ = buffer.low_latency_dispatch(few, idx, 6, experts, use_fp8=False)
     made = handle.routing.made
-    # Two of them give the output of a dispatch before the last one back.
-    passed(made, lambda: buffer.low_latency_dispatch(few, idx, 6, experts, use_fp8=False), MOST + 2)
+    few_most, back_most = (MOST + 3, MOST) if made.dispatcher._operated is None else (FEW_OPERATED, FEW_OPERATED)
+    _, _, handle, _, _ = passed(made, lambda: buffer.low_latency_dispatch(few, idx, 6, experts, use_fp8=False), few_most)
+    out, rows = torch.empty(len(few), few.shape[1], dtype=few.dtype), rows.clone()
+    for into in (None, out):
+        passed(made, lambda: buffer.low_latency_combine(rows, idx, weights, handle, out=into), back_most)  # noqa: B023
     dispatched(buffer, x, idx, weights)  # the ranks are in step
     elastic.destroy()
     buffer.destroy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -104,26 +105,41 @@ def test_reads_are_awaited_by_other_streams_alone():
     def capturing():
         return captured[0]
 
+    def current_stream(device):
+        return SimpleNamespace(stream_id=number)
+
     with (
         mock.patch.multiple(_streams, raw_stream=raw_stream, stream_now=stream_now, capturing=capturing),
-        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.multiple(torch.cuda, Event=Event, current_stream=current_stream),
     ):
-        reads = _streams.Reads(torch.device("cuda", 0))
-        reads.follow()
-        reads.mark()
-        reads.follow()
-        assert seen == [("record", 1)]
-        now[0] = 2
-        reads.follow()
-        reads.mark()
-        reads.mark()
-        assert seen[1:] == [("wait", 2), ("record", 2), ("record", 2)]
-        now[0], captured[0] = 1, True
-        reads.follow()
-        reads.mark()
-        assert len(seen) == 4
-        assert reads.capturing()
+        # The default stream, one of torch's own, and one of somebody else's, which may be gone when another is used.
+        for number in (0, 3, 4):
+            now[0], captured[0] = 1, False
+            seen.clear()
+            reads = _streams.Reads(torch.device("cuda", 0))
+            reads.follow()
+            assert reads.several == (number == 4)
+            if reads.several:
+                reads.mark()
+            reads.follow()
+            assert seen == [("record", 1)] * (number == 4)
+            now[0] = 2
+            reads.follow()
+            assert seen == [("record", 1), ("wait", 2)]
+            assert reads.several
+            reads.mark()
+            reads.follow()
+            now[0] = 1
+            reads.mark()  # the second half of a call, on another stream than the first
+            now[0] = 2
+            reads.follow()
+            assert seen[2:] == [("record", 2), ("record", 1), ("wait", 2)]
+            now[0], captured[0] = 1, True
+            reads.follow()
+            reads.mark()
+            assert len(seen) == 5
+            assert reads.capturing()
     host = _streams.Reads(torch.device("cpu"))
-    host.mark()
     host.follow()
+    assert not host.several
     assert not host.capturing()

@@ -18,14 +18,18 @@ from typing import Any, Optional
 import switchyard
 import torch
 from switchyard import errors
+from switchyard._core.dispatched import OF_TOKENS, Combining
 from switchyard._torch.cuda import capturing, raw_stream
-from switchyard._torch.moe_bare import bring, lease, numbers_of
+from switchyard._torch.moe_bare import bring, lease
 from torch import Tensor
 
 from ._leases import Live, Made, earlier, taken_up
 from ._pool import Pool
 from ._results import SUMS, Result, Shape
-from ._routings import Routing
+from ._routings import LentRouting, Routing
+
+#: A dispatch of few tokens, its routing, and the choices of each expert.
+Sent = tuple[Any, LentRouting, Tensor]
 
 
 class Shared:
@@ -53,6 +57,8 @@ class Engines:
         self._shared.users += 1
         #: Those that this buffer has used.
         self.own: dict[torch.device, Engine] = {}
+        #: The engines and shapes of calls of few tokens, by what their arguments have in common.
+        self.few: dict[Any, tuple[Engine, Shape]] = {}
         self._group = group
         self._ended = False
 
@@ -71,6 +77,12 @@ class Engines:
             self.own[device] = engine
         return engine
 
+    def remember(self, key: Any, engine: Engine, shape: Shape) -> None:
+        """Keep the engine and the shape that checks found for a call of few tokens."""
+        if len(self.few) >= 256:
+            self.few.clear()
+        self.few[key] = engine, shape
+
     def has(self, engine: Engine) -> bool:
         """Whether this buffer has used an engine, and not ended."""
         return self.own.get(engine.device) is engine
@@ -82,6 +94,7 @@ class Engines:
             return
         self._ended = True
         self.own.clear()
+        self.few.clear()
         self._shared.users -= 1
         if self._shared.users:
             return
@@ -249,26 +262,41 @@ class Engine:
 
     # Few tokens
 
-    def send_slab(self, shape: Shape, x: Tensor, idx: Tensor, first: bool) -> tuple[Any, Routing, Tensor]:
-        """Send few tokens to their experts. The rows lie in the dispatcher's memory until LENT more calls were made; the third
-        result, the choices of each expert, in memory of its own. The stream waits until what may be overwritten was read."""
-        if idx.dtype is not torch.int64:
-            idx = idx.to(torch.int64)
+    def send_slab(self, shape: Shape, x: Tensor, given: Tensor, first: bool) -> Sent:
+        """Send few tokens to their experts, which are checked, or the first half. The rows lie in the dispatcher's memory until
+        LENT more calls were made; the third result, the choices of each expert, in memory of its own. The stream waits until
+        what may be overwritten was read."""
+        idx = given.to(torch.int64)
         made = self._found.get(shape)
         if made is None or not made.pooled or (self._cuda and capturing()):
             made = self._ready(shape, 0)
-        if self._cuda:
-            self._reads.follow()
-        numbers, counts = numbers_of(made.dispatcher, x)
-        live = made.lend(lease, made.dispatcher, x, idx, first, numbers)
-        self.pool.calls = made.used = self.pool.calls + 1
-        routing = Routing(self, shape, idx, False)
-        live.serves(routing)
-        if self._cuda:
-            self._reads.mark()
-        return live.got, routing, counts
+        self._reads.follow()
+        got, counts = made.lend(lease, made.dispatcher, x, idx, first)
+        return self._sent(made, shape, got, counts, idx, given)
 
-    def combine_slab(self, x: Tensor, routing: Routing, weights: Tensor, first: bool, out: Optional[Tensor]) -> Any:
+    def send_usual(self, shape: Shape, x: Tensor, idx: Tensor, first: bool) -> Optional[Sent]:
+        """The same of tensors that nobody has looked at, if nothing about the call is unusual. Else nothing has happened."""
+        made = self._found.get(shape)
+        if made is None or not made.pooled or made.dispatcher._operated is None or (self._cuda and capturing()):
+            return None
+        if self._cuda and raw_stream(self.device.index) != self._reads.raw:
+            self._reads.follow()
+        sent = made.lend_usual(x, idx, first)
+        if sent is None:
+            return None
+        got, counts = sent
+        return self._sent(made, shape, got, counts, idx, idx)
+
+    def _sent(self, made: Made, shape: Shape, got: Any, counts: Tensor, idx: Tensor, given: Tensor) -> Sent:
+        """Lend the result of a dispatch of few tokens."""
+        routing = LentRouting(self, shape, idx, given)
+        Live(made, got, routing)
+        self.pool.calls = made.used = self.pool.calls + 1
+        if self._reads.several:
+            self._reads.mark()
+        return got, routing, counts
+
+    def combine_slab(self, x: Tensor, routing: LentRouting, weights: Tensor, first: bool, out: Optional[Tensor]) -> Any:
         """The sums of weight times row over the experts of each token, or the first half; weights [tokens, top_k] are this
         rank's."""
         live = self._alive(routing, x.dtype)
@@ -279,14 +307,42 @@ class Engine:
             earlier(error)
             made = bring(by, x, got, token_weights=weights, out=out, async_op=first)
         self.pool.calls = live.made.used = self.pool.calls + 1
-        if self._cuda:
+        if self._reads.several:
             self._reads.mark()
         return made
+
+    def combine_usual(
+        self, x: Tensor, routing: LentRouting, weights: Tensor, first: bool, out: Optional[Tensor]
+    ) -> Any:
+        """The same of as many rows as there is room for, if nothing else about the call is unusual, which nobody has looked at.
+        Else nothing has happened."""
+        live = routing.live
+        operated = None if live is None else live.made.dispatcher._operated
+        if operated is None or routing.changed():
+            return None
+        made = live.made  # type: ignore[union-attr]
+        if self._cuda and raw_stream(self.device.index) != self._reads.raw:
+            self._reads.follow()
+        if made.ring[-1] is not live:
+            self._last(live)  # type: ignore[arg-type]
+        call = x, live.got, -1, OF_TOKENS, weights, False, out, first  # type: ignore[union-attr]
+        try:
+            y = operated.bring(*call)
+        except errors.Error as error:
+            earlier(error)
+            y = operated.bring(*call)
+        if y is None:
+            return None
+        self.pool.calls = made.used = self.pool.calls + 1
+        if self._reads.several:
+            self._reads.mark()
+        return Combining(live.got, y, (y, x, weights)) if first else y  # type: ignore[union-attr]
 
     def ended(self, combining: Any) -> Tensor:
         """The sums of a combine whose first half was made."""
         y: Tensor = combining.wait()
-        self._reads.mark()
+        if self._cuda and (self._reads.several or raw_stream(self.device.index) != self._reads.raw):
+            self._reads.mark()
         return y
 
     # Ways back
@@ -301,21 +357,23 @@ class Engine:
             routing.stream = raw_stream(self.device.index)
         return made
 
-    def _alive(self, routing: Routing, dtype: torch.dtype) -> Live:
+    def _last(self, live: Live) -> None:
+        """Have a lent result be the last that a call takes."""
+        live.made.ring.remove(live)
+        live.made.ring.append(live)
+
+    def _alive(self, routing: LentRouting, dtype: torch.dtype) -> Live:
         """An output that goes by the routing of a slab: of its dispatch, for the kept routing, or of empty rows that go its
         ways."""
         live, made, kept = routing.live, routing.made, routing.kept
         if made is not None and SUMS[made.shape.dtype] is dtype and not made.closed:
-            if self._cuda:
-                self._reads.follow()
+            self._reads.follow()
             if live is not None:
-                if made.ring[-1] is not live:
-                    made.ring.remove(live)
-                    made.ring.append(live)
+                self._last(live)
                 return live
             if kept is not None:
-                return made.lend(made.dispatcher.route, kept).serves(routing)
-        if routing.given.changed():
+                return Live(made, made.lend(made.dispatcher.route, kept), routing)
+        if routing.changed():
             raise errors.InvalidArgument(
                 "deep_ep: low_latency_combine: topk_idx was changed since the dispatch, and a combine of rows of another type, "
                 "or after destroy, sends by it once more"
@@ -324,7 +382,7 @@ class Engine:
         empty = torch.empty((routing.tokens, shape.hidden), dtype=dtype, device=self.device)
         made = self._ready(shape, 0)
         self._reads.follow()
-        return made.lend(lease, made.dispatcher, empty, routing.idx, False, None).serves(routing)
+        return Live(made, made.lend(lease, made.dispatcher, empty, routing.idx, False)[0], routing)
 
     def _fitted(self, name: str, x: Tensor, kept: Any, routing: Routing) -> Tensor:
         """Rows as a combine takes them: as many as came where the host knows, else at most all that there is room for."""

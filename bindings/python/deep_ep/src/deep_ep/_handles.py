@@ -13,7 +13,7 @@ from switchyard._torch.compiler import uncompiled_methods
 from torch import Tensor
 
 from ._results import Result
-from ._routings import Routing, ranks_of
+from ._routings import LentRouting, Routing, ranks_of
 
 
 @uncompiled_methods
@@ -90,7 +90,7 @@ class FewHandle(Parts):
 
     _length = 5
 
-    def __init__(self, routing: Routing, got: Any, counts: Tensor) -> None:
+    def __init__(self, routing: LentRouting, got: Any, counts: Tensor) -> None:
         self.routing, self._got, self._counts, self._parts = routing, weakref.ref(got), counts, {}
 
     def _make(self, i: int) -> Any:

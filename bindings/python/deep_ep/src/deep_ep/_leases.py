@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from switchyard import errors
 from switchyard._torch.moe_bare import delivery
+from torch import Tensor
 
 from ._results import Shape
-from ._routings import Routing
+from ._routings import LentRouting
 
 # How many results of low latency are lent at a time. Two micro-batches of a server are between dispatch and combine at a time.
 LENT = 2
@@ -23,29 +24,30 @@ T = TypeVar("T")
 
 
 class Live:
-    """A dispatch whose result is lent."""
+    """A dispatch whose result is lent from now on, and by which combines of a routing go."""
 
-    def __init__(self, made: Made, got: Any) -> None:
-        self.made, self.got = made, got
-        self._routing: Any = None
+    __slots__ = ("got", "made", "routing")
 
-    def serves(self, routing: Routing) -> Live:
-        """Have combines of a routing go by this dispatch."""
-        routing.made, routing.kept, routing.live = self.made, None, self
-        self._routing = weakref.ref(routing)
-        return self
+    def __init__(self, made: Made, got: Any, routing: LentRouting) -> None:
+        self.made, self.got, self.routing = made, got, weakref.ref(routing)
+        routing.made, routing.kept, routing.live = made, None, self
+        made.ring.append(self)
 
-    def retire(self) -> None:
-        """Give the output back, and keep the routing for who has it yet."""
-        routing = None if self._routing is None else self._routing()
+    def keep(self) -> None:
+        """Keep the routing for who has it yet: the output is about to be given back."""
+        routing = self.routing()
+        if routing is not None and routing.live is self and routing.kept is None and not self.got.between_halves:
+            routing.kept = taken_up(self.got.keep)
+
+    def end(self) -> None:
+        """Have combines not go by this dispatch any more."""
+        routing = self.routing()
         if routing is not None and routing.live is self:
             routing.live = None
-            if routing.kept is None and not self.got.between_halves:
-                routing.kept = taken_up(self.got.keep)
-        self.drop()
 
     def drop(self) -> None:
         """Give the output back: it goes with this reference, unless a handle or a hook has it."""
+        self.end()
         still = weakref.ref(self.got)
         self.got = None
         got = still()
@@ -74,26 +76,39 @@ class Made:
         self.closed = True
         ring, self.ring = self.ring, []
         for live in ring:
-            live.drop()  # a routing of a closed dispatcher says nothing
+            live.drop()
         self.dispatcher.close()
 
     def between_halves(self) -> bool:
         """Whether a lent result has had the first half of its dispatch only."""
         return any(live.got.between_halves for live in self.ring)
 
-    def lend(self, call: Callable[..., Any], *arguments: Any) -> Live:
-        """Make a call whose result is lent, for the longest of which others wait no more."""
-        ring = self.ring
+    def lend(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Make a call whose result is to be lent, behind giving the oldest back where there are as many as can be."""
+        if len(self.ring) == LENT:
+            self.ring[0].keep()
+            self.ring.pop(0).drop()
+        return taken_up(call, *arguments)
+
+    def lend_usual(self, x: Tensor, idx: Tensor, first: bool) -> Any:
+        """The same of a dispatch, by an operator if nothing about it is unusual. Else nothing has happened."""
+        ring, output = self.ring, None
         if len(ring) == LENT:
-            ring.pop(0).retire()
+            oldest = ring[0]
+            output = oldest.got._output
+            if oldest.routing() is not None:
+                oldest.keep()
+            oldest.got._parts.clear()  # which hold the output
         try:
-            got = call(*arguments)
+            sent = self.dispatcher._operated.lease(x, idx, output, first)
         except errors.Error as error:
+            if output is not None:
+                ring.pop(0).end()
             earlier(error)
-            got = call(*arguments)
-        live = Live(self, got)
-        ring.append(live)
-        return live
+            return self.dispatcher._operated.lease(x, idx, None, first)
+        if output is not None and sent is not None:
+            ring.pop(0).end()
+        return sent
 
 
 def taken_up(call: Callable[..., T], *arguments: Any, **options: Any) -> T:

@@ -50,11 +50,6 @@ def remember(shapes: dict[Any, Shape], key: Any, shape: Shape) -> None:
         shapes[key] = shape
 
 
-def lent(got: Any, name: str, copied: bool = False) -> Tensor:
-    """A part of a dispatch that a dispatcher lends, or a copy of it."""
-    return got._side.lent(got._output, name, copied)  # type: ignore[no-any-return]
-
-
 class Came:
     """Sources and counts of the rows of a dispatch, in torch's memory."""
 

@@ -15,32 +15,10 @@ if TYPE_CHECKING:
     from ._leases import Live, Made
 
 
-class Given:
-    """The choices that a low-latency dispatch was given, which are the caller's until the combine."""
-
-    __slots__ = ("_theirs", "_version")
-
-    def __init__(self, theirs: Tensor) -> None:
-        self._theirs = theirs
-        self._version = -1 if theirs.is_inference() else theirs._version
-
-    def changed(self) -> bool:
-        """Whether torch has changed the caller's tensor since. In inference mode nobody knows."""
-        return self._version >= 0 and self._theirs._version != self._version
-
-    def says_nothing_new(self, idx: Tensor) -> bool:
-        """Whether the choices of a combine are those of the dispatch."""
-        return idx is self._theirs and not self.changed()
-
-
 class Routing(Bound):
     """Where the tokens of a dispatch went."""
 
     made: Optional[Made] = None
-    #: Of low latency, where idx is the caller's tensor.
-    given: Any = None
-    #: The result that is lent, until a later call takes it.
-    live: Optional[Live] = None
     #: The routing in torch's memory, and on a GPU the CUstream that it was made on.
     kept: Any = None
     stream: int = -1
@@ -78,6 +56,22 @@ class Routing(Bound):
             shape = self.sized()._replace(experts=size, top_k=size)
             self._by_rank = Routing(self.engine, shape, idx, self.counted)
         return self._by_rank
+
+
+class LentRouting(Routing):
+    """Where the tokens of a low-latency dispatch went, whose result is lent."""
+
+    #: The result, until a later call takes it.
+    live: Optional[Live] = None
+
+    def __init__(self, engine: Engine, shape: Shape, idx: Tensor, theirs: Tensor) -> None:
+        """theirs are the choices as they were given, which are the caller's until the combine."""
+        self.engine, self.shape, self.tokens, self.counted, self._idx = engine, shape, idx.shape[0], False, idx
+        self.theirs, self._version = theirs, -1 if theirs.is_inference() else theirs._version
+
+    def changed(self) -> bool:
+        """Whether torch has changed the caller's choices since. In inference mode nobody knows."""
+        return self._version >= 0 and self.theirs._version != self._version
 
 
 def ranks_of(idx: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:

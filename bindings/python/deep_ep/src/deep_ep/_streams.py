@@ -75,9 +75,12 @@ class Reads:
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._event: Any = None
-        #: The stream that read last, by torch's number and as an object.
-        self._raw: Optional[int] = None
+        #: The stream of the last call, by torch's number and as an object.
+        self.raw: Optional[int] = None
         self._stream: Any = None
+        #: Whether calls have been on several streams. Then each ends with a mark; before, the first on another waits for all
+        #: that the one has.
+        self.several = False
 
     def capturing(self) -> bool:
         """Whether the current stream is captured."""
@@ -92,19 +95,33 @@ class Reads:
         return stream_now(self._device.index)
 
     def mark(self) -> None:
-        """Remember that outputs have been read so far."""
-        if not self._cuda or capturing():
+        """Remember that outputs have been read so far, which the current stream has waited for."""
+        if capturing():
             return
         raw = raw_stream(self._device.index)
-        if raw != self._raw:
-            self._event = self._event or torch.cuda.Event()
-            self._raw, self._stream = raw, self.current()
+        if raw != self.raw:
+            self.raw, self._stream, self.several = raw, self.current(), True
         self._event.record(self._stream)
 
     def follow(self) -> None:
         """Have this call's stream wait until outputs that it may take have been read."""
-        if self._raw is not None and raw_stream(self._device.index) != self._raw and not capturing():
-            self.current().wait_event(self._event)
+        if not self._cuda:
+            return
+        raw = raw_stream(self._device.index)
+        if raw == self.raw or capturing():
+            return
+        stream = self.current()
+        if self.raw is None:
+            self._event = torch.cuda.Event()
+            # torch's own streams have odd numbers, but for the default one, and are never destroyed.
+            number = torch.cuda.current_stream(self._device).stream_id
+            self.several = number != 0 and number % 2 == 0
+        else:
+            if not self.several:
+                self._event.record(self._stream)
+                self.several = True
+            stream.wait_event(self._event)
+        self.raw, self._stream = raw, stream
 
 
 def _tensors(values: Any) -> list[Any]:

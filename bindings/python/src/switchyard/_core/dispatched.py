@@ -119,7 +119,7 @@ class Slot:
         #: For torch, by name: what the library reads to describe a tensor.
         self.described: dict[str, array[int]] = {}
         #: Tensors that do not hold an output.
-        self.made: dict[str, Any] = {}
+        self.lent: Any = None
 
 
 class Output(Bound):
@@ -132,7 +132,8 @@ class Output(Bound):
     ) -> None:
         """rows is where they begin, 0 if the caller does not know. hold is one of the handle, of which this is a user then."""
         lib = dispatcher.comm._lib
-        self._unhold, self._hold = lib.unhold, hold or lib.hold(handle)
+        self._unhold = lib.unhold
+        self._hold: Any = hold or lib.hold(handle)
         self.dispatcher, self.handle, self.released = dispatcher, handle, False
         #: Those that hold for good: of a call of the host, or of a routing. A graph brings others with every replay.
         self.counts: HostCounts | None = None if routing is None else routing.counts
@@ -140,7 +141,12 @@ class Output(Bound):
         self._slot: Slot | None = None
 
     def __del__(self) -> None:
-        self._unhold(self._hold)
+        if self._hold is not None:
+            self._unhold(self._hold)
+
+    def given_up(self) -> None:
+        """A call has ended this user's hold. The output is given back unless there are others."""
+        self._hold, self.released = None, True
 
     @property
     def slot(self) -> Slot:

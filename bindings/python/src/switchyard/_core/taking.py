@@ -93,6 +93,9 @@ class Taking(Bound):
     _delivers: tuple[Callable[..., int], Callable[..., int]]
     _left: Leaves | None = None
 
+    def _capturing(self) -> bool:
+        raise NotImplementedError
+
     def _occupy(self, which: int, keep: object, call: array[int]) -> int:
         raise NotImplementedError
 

@@ -69,17 +69,20 @@ class Kinds:
         d = self.dispatcher
         return d._scales(x, output.counts.rows if self.trims and output.counts else d.max_rows, d.max_rows)
 
-    def lent(self, output: Output, name: str, copied: bool) -> Tensor:
-        """A part of an output by padded experts, for who gives that back by release: the tensor does not hold it. Or a copy of
-        the part. Rows and scales are [experts, capacity, their extent]."""
-        made = output.slot.made.get(name)
+    def lent(self, output: Output) -> tuple[Tensor, Tensor | None]:
+        """Rows and scales of an output by padded experts, [experts, capacity, their extent], for who gives it back by release:
+        the tensors do not hold it."""
+        slot = output.slot
+        made: tuple[Tensor, Tensor | None] | None = slot.lent
         if made is None:
             with torch.inference_mode(False):  # others may write to aliases
-                made = output.slot.made[name] = self._by_expert(output, name, None)
-        return made.clone() if copied else made.detach()  # type: ignore[no-any-return]
+                scales = self._by_expert(output, "scales", None) if self.dispatcher._float8 else None
+                made = slot.lent = self._by_expert(output, "rows", None), scales
+        rows, scales = made
+        return rows.detach(), None if scales is None else scales.detach()
 
     def held(self, output: Output, name: str) -> Tensor:
-        """The same part as lent, as a tensor that holds the output."""
+        """One of them, as a tensor that holds the output."""
         return self._by_expert(output, name, output._hold)
 
     def _by_expert(self, output: Output, name: str, hold: int | None) -> Tensor:

@@ -40,23 +40,14 @@ def deliver(
         return d._deliver(*call)
 
 
-def numbers_of(d: Calls, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Fresh memory for the numbers of a dispatch by expert, and the choices of each expert in it."""
-    local = len(d._local_experts)
-    numbers = x.new_empty(2 * local + 3 + d._ranks, dtype=torch.int32)
-    return numbers, numbers[2 : local + 2]
-
-
-def lease(d: Calls, x: Tensor, idx: Tensor, first: bool, numbers: Tensor | None) -> Dispatched:
-    """A dispatch without gradients and weights, or its first half, with the numbers where the caller wants them. It holds them
-    until the second."""
-    if d._operated is not None and not first:
-        made: Dispatched | None = d._operated.dispatch(x, idx, None, numbers)
-        if made is not None:
-            return made
+def lease(d: Calls, x: Tensor, idx: Tensor, first: bool) -> tuple[Dispatched, Tensor]:
+    """A dispatch by expert without gradients and weights, or its first half, and the choices of each expert in memory of their
+    own. It is what an operator makes of tensors that are as usual."""
     if d._index >= 0:
         x = aligned(x)
-    told = (0, 0) if numbers is None else (numbers.data_ptr(), 4 * numbers.numel())
+    local = len(d._local_experts)
+    numbers = torch.empty(2 * local + 3 + d._ranks, dtype=torch.int32, device=x.device)
+    told = (numbers.data_ptr(), 4 * numbers.numel())
     call = (x.data_ptr(), (0, 0), idx.data_ptr(), 0, x.shape[0], first, (x, idx, numbers), told)
     if not profiled():
         output = d._dispatch(*call)
@@ -65,7 +56,7 @@ def lease(d: Calls, x: Tensor, idx: Tensor, first: bool, numbers: Tensor | None)
             output = d._dispatch(*call)
     got = Dispatched(d, d._torch or kinds(d), output, x.shape[0], None, {})
     got._half = first
-    return got
+    return got, numbers[2 : local + 2]
 
 
 def bring(
@@ -75,11 +66,12 @@ def bring(
     """A combine without gradients, of tensors that are as the dispatcher wants them; rows may have any extents before the last.
     Rows by token are not weighted: with weights [rows, top_k] there are also their sums. Rows by expert are weighted with
     token_weights."""
-    if d._operated is not None and weights is None and out is None and not biases and not async_op:
+    if d._operated is not None and weights is None and not biases:
         weighting = UNWEIGHTED if token_weights is None else OF_TOKENS
-        brought = d._operated.bring(rows, way, rows.numel() // d.hidden, weighting, token_weights, False)
+        came = rows.numel() // d.hidden
+        brought = d._operated.bring(rows, way, came, weighting, token_weights, False, out, async_op)
         if brought is not None:
-            return brought
+            return Combining(way, brought, (brought, rows, token_weights)) if async_op else brought
     if d._index >= 0:
         rows = aligned(rows)
     tokens, each = way._tokens, d._sum_bytes

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import errors
 from .._core.dispatched import (
     DISPATCHED,
     OF_TOKENS,
@@ -54,8 +55,9 @@ class Exchanges:
 
     def __init__(self, comm: Communicator, place: Any, device: int, found: Any) -> None:
         self._comm, self._place, self._on_gpu = comm, place, device >= 0
-        self._call, self._reduce = found.all_to_all.default, found.reduce.default
-        self._scatter, self._gather = found.scatter.default, found.gather.default
+        self._call, self._reduce, self._scatter, self._gather = map(
+            _call, (found.all_to_all, found.reduce, found.scatter, found.gather)
+        )
         self._about = array("q", (place._handle, device, comm.size, comm.rank, SLICE, 0, 0, 0))
         self._address = self._about.buffer_info()[0]
 
@@ -130,14 +132,22 @@ def exchanges(comm: Communicator, device: int) -> Exchanges | None:
 
 
 #: The words of a description of dispatches.
-_ABOUT = 14
+_ABOUT = 17
 
 
 def _about(d: Calls, numbers: int) -> tuple[int, ...]:
     """Dispatches and combines of a dispatcher as operators want them described."""
     types = (_TYPES.index(name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype))
-    sizes = (d._token_bytes, d._sum_bytes, d._choice_bytes)
-    return (d._handle, d._index, d.hidden, d.top_k, d.max_rows, *types, *sizes, numbers, SLICE)
+    sizes, local = (d._token_bytes, d._sum_bytes, d._choice_bytes), len(d._local_experts)
+    told = 2 + local + d._groups + 1 + d._ranks
+    return (
+        d._handle, d._index, d.hidden, d.top_k, d.max_tokens, d.max_rows, *types, *sizes, local, told, numbers, SLICE
+    )  # fmt: skip
+
+
+def _call(operator: Any) -> Any:
+    """An operator as a function, for calls that torch's compiler does not see."""
+    return getattr(operator.default, "_op", operator.default)  # which the object of torch.ops calls
 
 
 class Counts:
@@ -159,59 +169,83 @@ class Dispatches:
 
     def __init__(self, d: Calls, found: Any) -> None:
         self._dispatcher = d
-        self._plain, self._weighted = found.dispatch_rows.default, found.dispatch_weighted.default
-        self._told = found.dispatch_told.default
-        self._combine, self._combine_weighted = found.combine_rows.default, found.combine_weighted.default
+        self._plain, self._weighted = _call(found.dispatch_rows), _call(found.dispatch_weighted)
+        self._lent = _call(found.dispatch_lent)
+        self._combine, self._combine_weighted = _call(found.combine_rows), _call(found.combine_weighted)
+        self._combine_into = _call(found.combine_into)
         self._counts = Counts(d)
         self._about = array("q", _about(d, 0 if d._index >= 0 else self._counts.numbers))
         self._address = self._about.buffer_info()[0]
 
     @uncompiled
-    def dispatch(self, x: Tensor, idx: Tensor, weights: Tensor | None, numbers: Tensor | None = None) -> Dispatched | None:
-        """A dispatch, if nothing about it is unusual. One without weights may leave its numbers in memory of the caller."""
-        d = self._dispatcher
+    def dispatch(self, x: Tensor, idx: Tensor, weights: Tensor | None) -> Dispatched | None:
+        """A dispatch, if nothing about it is unusual."""
         if profiled() or type(x) is not Tensor or type(idx) is not Tensor:
             return None
         if weights is not None and type(weights) is not Tensor:
             return None
         if torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
             return None
+        call: tuple[Any, ...] = (self._plain, x, idx, self._address)
+        if weights is not None:
+            call = (self._weighted, x, idx, weights, self._address)
+        sent = self._made(call, call)
+        if sent is None:
+            return None
+        rows, output = sent
+        got = Dispatched(self._dispatcher, self._dispatcher._torch, output, x.shape[0], weights, {})
+        if rows is not None:
+            got.rows = rows
+        return got
+
+    @uncompiled
+    def lease(self, x: Tensor, idx: Tensor, ends: Output | None, first: bool) -> tuple[Dispatched, Tensor] | None:
+        """A dispatch of tensors without gradients, or on a GPU its first half, and the choices of each expert in memory of
+        their own, if nothing about it is unusual. Another output may be given up before, also where the call fails."""
+        if profiled() or type(x) is not Tensor or type(idx) is not Tensor:
+            return None
+        again = self._lent, x, idx, 0, first, self._address
+        call = again if ends is None else (self._lent, x, idx, ends._hold, first, self._address)
         try:
-            rows, made = self._send(x, idx, weights, numbers)
+            sent = self._made(call, again)
+        except errors.Error:
+            if ends is not None:
+                ends.given_up()
+            raise
+        if sent is None:
+            return None
+        if ends is not None:
+            ends.given_up()
+        counts, output = sent
+        got = Dispatched(self._dispatcher, self._dispatcher._torch, output, x.shape[0], None, {})
+        got._half = first
+        return got, counts  # type: ignore[return-value]
+
+    def _made(self, call: tuple[Any, ...], again: tuple[Any, ...]) -> tuple[Tensor | None, Output] | None:
+        """What an operator returns for a dispatch, if nothing about that is unusual, with its output. The call is made again
+        where it has found no output to take."""
+        operator, *arguments = call
+        try:
+            part, made = operator(*arguments)
         except (RuntimeError, TypeError):
             return None
-        code = made[0]
+        d, code = self._dispatcher, made[0]
         if code:
             if code == UNUSUAL:
                 return None
             if code != AGAIN:
                 d._make_room(code)
-                rows, made = self._send(x, idx, weights, numbers)
+                part, made = operator(*again[1:])
                 code = made[0]
                 if code not in (0, AGAIN):
                     raise d.comm._lib.error(code)
         _, handle, hold, place, ticket = made[:5]
         if code == AGAIN:
-            handle = handle or d.comm._finish(code, c_uint64(ticket), (x, idx, weights, numbers))
+            handle = handle or d.comm._finish(code, c_uint64(ticket), arguments)
         output = Output(d, handle, place, None, hold)
         if d._index < 0:
             output.counts = counts_of(d, handle) if code else self._counts.among(made, 5)
-        got = Dispatched(d, d._torch, output, len(x), weights, {})
-        if rows is not None:
-            got.rows = rows
-        return got
-
-    def _send(
-        self, x: Tensor, idx: Tensor, weights: Tensor | None, numbers: Tensor | None
-    ) -> tuple[Tensor | None, list[int]]:
-        sent: tuple[Tensor | None, list[int]]
-        if weights is not None:
-            sent = self._weighted(x, idx, weights, self._address)
-        elif numbers is not None:
-            sent = self._told(x, idx, numbers, self._address)
-        else:
-            sent = self._plain(x, idx, self._address)
-        return sent
+        return part, output
 
     @uncompiled
     def combine(
@@ -236,10 +270,14 @@ class Dispatches:
 
     @uncompiled
     def bring(
-        self, rows: Tensor, way: Dispatched | Routing, came: int, weighting: int, token_weights: Tensor | None, release: bool
-    ) -> Tensor | None:
-        """A combine of as many rows as came, or as there is room for, with any extents before the last."""
+        self, rows: Tensor, way: Dispatched | Routing, came: int, weighting: int, token_weights: Tensor | None, release: bool,
+        out: Tensor | None = None, first: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        """A combine of as many rows as came, or as there is room for, with any extents before the last, or on a GPU its first
+        half. With weights of tokens the sums may go to a tensor of the caller."""
         if profiled() or type(rows) is not Tensor or (token_weights is not None and type(token_weights) is not Tensor):
+            return None
+        if out is not None and (token_weights is None or type(out) is not Tensor or out.requires_grad):
             return None
         if torch.is_grad_enabled() and (rows.requires_grad or (token_weights is not None and token_weights.requires_grad)):
             return None
@@ -253,12 +291,14 @@ class Dispatches:
             if output is None or output.released:
                 return None
             handle, routing = output.handle, 0
-        about = (self._address, handle, routing, way._tokens, came, weighting, 1 if release else 0)
+        about = (self._address, handle, routing, way._tokens, came, weighting, release, first)
         try:
             if token_weights is None:
                 y, code = self._combine(rows, *about)
-            else:
+            elif out is None:
                 y, code = self._combine_weighted(rows, token_weights, *about)
+            else:
+                y, code = out, self._combine_into(rows, token_weights, out, *about)
         except (RuntimeError, TypeError):
             return None
         if code:
@@ -268,6 +308,8 @@ class Dispatches:
             if code & 0xFF != AGAIN:
                 raise comm._lib.error(code)
             comm._finish(AGAIN, c_uint64(code >> 8), (y, rows, token_weights))
+        if out is not None:
+            written(out)
         if output is not None and release:
             output.released = True
         return y  # type: ignore[no-any-return]
@@ -278,7 +320,7 @@ class Delivers:
 
     def __init__(self, d: Calls, found: Any, python: Callable[..., Result]) -> None:
         """python makes those of which anything is unusual, and the first, after which the sizes of results are known."""
-        self._dispatcher, self._call, self._python = d, found.deliver_rows.default, python
+        self._dispatcher, self._call, self._python = d, _call(found.deliver_rows), python
         self._side, self._counts, self._address = d._torch, Counts(d), 0
         #: In place of scales and of weights that are not there.
         self._none = torch.empty(0, device=self._side.device)

@@ -12,10 +12,10 @@ from switchyard._torch.compiler import operates, uncompiled, uncompiled_methods
 from torch import Tensor
 
 from .. import _checks as checks
-from .._engine import Engines
+from .._engine import Engine, Engines
 from .._handles import FewHandle
-from .._results import Shape, lent, remember
-from .._routings import Given
+from .._results import Shape
+from .._routings import LentRouting
 from .._streams import Streams, device_of
 from .._tokens import compiling, given
 from ..utils.event import EventOverlap
@@ -34,7 +34,6 @@ class FewTokens(Bound):
     _name: str
     _streams: Streams
     _engines: Engines
-    _shapes: dict[Any, Shape]
     _combine_buffers: dict[Any, Tensor]
 
     @staticmethod
@@ -81,16 +80,17 @@ class FewTokens(Bound):
                 self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, cumulative_local_expert_recv_stats, use_fp8,
                 round_scale, use_ue8m0, return_recv_hook, unusual,
             )  # fmt: skip
-        call = "low_latency_dispatch"
         stats, most = cumulative_local_expert_recv_stats, num_max_dispatch_tokens_per_rank
-        key = None
+        told = () if stats is None else checks.stats_known(stats)
         rare = use_nvfp4 or use_ue8m0_for_sf or x_global_scale is not None or topk_weights is not None
-        if not rare and dispatch_wait_recv_cost_stats is None:
-            usual, told = checks.known(x, topk_idx, None), () if stats is None else checks.stats_known(stats)
-            if usual is not None and told is not None:
-                key = usual[2], most, num_experts, use_fp8, round_scale, use_ue8m0, told
-        shape, idx = self._shapes.get(key), topk_idx
-        if shape is None or x.shape[0] > most or (async_finish and return_recv_hook):
+        key = usual = event = None
+        rare = rare or told is None or dispatch_wait_recv_cost_stats is not None
+        if not rare and type(x) is Tensor and not x.requires_grad:
+            key = most, num_experts, use_fp8, round_scale, use_ue8m0, told
+            usual = None if async_finish else self._engines.few.get(key)
+        sent = None if usual is None else usual[0].send_usual(usual[1], x, topk_idx, return_recv_hook)
+        if sent is None:
+            call = "low_latency_dispatch"
             if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:
                 raise NotImplementedError(f"deep_ep: {call}: use_nvfp4 is not supported")
             if topk_weights is not None:
@@ -100,37 +100,37 @@ class FewTokens(Bound):
             if use_ue8m0 and not (use_fp8 and round_scale):
                 raise AssertionError(f"deep_ep: {call}: use_ue8m0 needs use_fp8 and round_scale")
             _one_way(call, async_finish, return_recv_hook)
-            x = checks.rows(call, x)
-            checks.at_most(call, x, most, "num_max_dispatch_tokens_per_rank")
-            experts = checks.experts(call, num_experts, self.group_size)
-            idx, _ = checks.choices(call, topk_idx, None, x.shape[0], x.device)
-            device_of(f"{call}: x", x)
-            checks.stats(call, "cumulative_local_expert_recv_stats", stats, experts // self.group_size, x.device)
             quantize = "" if not use_fp8 else "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32"
-            shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, 0, True, quantize)
-            remember(self._shapes, key, shape)
-        engine = self._engines.own.get(x.device) or self._engines.of(x.device)
-        hook, event = None, None  # type: Hook, Any
-        if async_finish:
+            engine, shape, rows = self._checked_few(x, topk_idx, most, num_experts, stats, quantize)
+            if key is not None:
+                self._engines.remember(key, engine, shape)
+            send = partial(engine.send_slab, shape, rows, topk_idx, return_recv_hook)
+            if async_finish:
+                sent, event = self._streams.run(engine.device, None, True, (x, topk_idx, stats), partial(_added, send, stats))
+            else:
+                sent = send()
+        got, routing, counts = sent
+        hook: Hook = None
+        if return_recv_hook:
+            hook = partial(_receive_rows, got, counts, stats)
+        elif stats is not None and event is None:
+            stats.add_(counts)
+        rows, scales = got._side.lent(got._output)
+        ended = EventOverlap() if event is None else EventOverlap(event, (x, topk_idx))
+        return (rows, scales) if use_fp8 else rows, counts, FewHandle(routing, got, counts), ended, hook
 
-            def whole() -> Any:
-                got, routing, counts = engine.send_slab(shape, x, idx, False)
-                if stats is not None:
-                    stats.add_(counts)
-                return got, routing, counts
-
-            (got, routing, counts), event = self._streams.run(engine.device, None, True, (x, idx), whole)
-        else:
-            got, routing, counts = engine.send_slab(shape, x, idx, return_recv_hook)
-            if return_recv_hook:
-                hook = partial(_receive_rows, got, counts, stats)
-            elif stats is not None:
-                stats.add_(counts)
-        routing.given = Given(topk_idx)
-        rows = lent(got, "rows")
-        handle = FewHandle(routing, got, counts)
-        result = (rows, lent(got, "scales")) if use_fp8 else rows
-        return result, counts, handle, EventOverlap(event, (x, topk_idx) if async_finish else None), hook
+    def _checked_few(
+        self, x: Any, topk_idx: Any, most: int, num_experts: int, stats: Any, quantize: str
+    ) -> tuple[Engine, Shape, Tensor]:
+        """Refuse arguments of a dispatch that are wrong. The engine, the shape of the call, and its tokens as they are sent."""
+        call = "low_latency_dispatch"
+        x = checks.rows(call, x)
+        checks.at_most(call, x, most, "num_max_dispatch_tokens_per_rank")
+        experts = checks.experts(call, num_experts, self.group_size)
+        idx, _ = checks.choices(call, topk_idx, None, x.shape[0], x.device)
+        device = device_of(f"{call}: x", x)
+        checks.stats(call, "cumulative_local_expert_recv_stats", stats, experts // self.group_size, x.device)
+        return self._engines.of(device), Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, 0, True, quantize), x
 
     @operates
     def low_latency_combine(
@@ -166,41 +166,26 @@ class FewTokens(Bound):
             _one_way(call, async_finish, return_recv_hook)
         if not isinstance(handle, FewHandle):
             raise errors.InvalidType(f"deep_ep: {call}: handle is {type(handle).__name__}, want low_latency_dispatch's")
-        if type(x) is not Tensor:
-            device_of(f"{call}: x", x)
-        engine = self._engines.own.get(x.device) or self._engines.of(device_of(f"{call}: x", x))
-        routing = handle.routing
-        shape, tokens = routing.shape, routing.tokens
-        if routing.engine is not engine:
-            raise errors.InvalidArgument(f"deep_ep: {call}: the handle is of another group or device")
+        routing, size = handle.routing, self.group_size
+        engine, shape = routing.engine, routing.shape
         if zero_copy:
             x = self.get_next_low_latency_combine_buffer(handle)
-        want = (shape.experts // self.group_size, self.group_size * shape.tokens, shape.hidden)
-        if x.shape != want:
-            raise errors.InvalidArgument(f"deep_ep: {call}: x has shape {tuple(x.shape)}, want {want}")
-        rows = checks.rows(call, x, 3)
-        same, weights = routing.given.says_nothing_new(topk_idx), topk_weights
-        plain = same and type(weights) is Tensor and weights.dtype is torch.float32 and weights.shape == topk_idx.shape
-        if not plain or weights.requires_grad or not weights.is_contiguous() or weights.device != rows.device:
-            idx, weights = checks.choices(call, topk_idx, topk_weights, tokens, rows.device)  # type: ignore[assignment]
-            if weights is None or idx.shape != routing.idx.shape:
-                ways = tuple(routing.idx.shape)
-                raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx has shape {tuple(idx.shape)}, want {ways}")
-            if not same:
-                weights = weights.masked_fill(idx < 0, 0)
-        into = None  # sums are written where they belong, unless a combine cannot write there
-        if out is not None:
-            if out.shape != (tokens, shape.hidden) or out.dtype is not rows.dtype or out.device != rows.device:
-                about = f"{tuple(out.shape)} of {out.dtype}, want {(tokens, shape.hidden)} of {rows.dtype}"
-                raise errors.InvalidArgument(f"deep_ep: {call}: out is {about}")
-            if out.is_contiguous() and out.data_ptr() % 16 == 0:
-                into = out
+        made = None
+        if not async_finish and topk_idx is routing.theirs and self._engines.own.get(engine.device) is engine:
+            want = (shape.experts // size, size * shape.tokens, shape.hidden)
+            if type(x) is Tensor and type(topk_weights) is Tensor and x.shape == want:
+                made = engine.combine_usual(x, routing, topk_weights, return_recv_hook, out)
+        if made is not None:
+            if return_recv_hook:
+                return made._result, EventOverlap(), partial(_receive, engine, made, made._result)
+            return made, EventOverlap(), None
+        engine, rows, weights, into = self._checked_back(x, topk_idx, topk_weights, routing, out)
         if return_recv_hook:
-            result = rows.new_empty(tokens, shape.hidden) if out is None else out
+            result = rows.new_empty(routing.tokens, rows.shape[-1]) if out is None else out
             if out is None:
                 into = result
             combining = engine.combine_slab(rows, routing, weights, True, into)
-            return result, EventOverlap(None), partial(_receive, engine, combining, result)
+            return result, EventOverlap(), partial(_receive, engine, combining, result)
 
         def whole() -> Tensor:
             made: Tensor = engine.combine_slab(rows, routing, weights, False, into)
@@ -211,6 +196,34 @@ class FewTokens(Bound):
         inputs = (rows, topk_idx, weights, out)
         result, event = self._streams.run(engine.device, None, True, inputs, whole)
         return result, EventOverlap(event, inputs), None
+
+    def _checked_back(
+        self, x: Any, topk_idx: Any, topk_weights: Any, routing: LentRouting, out: Any
+    ) -> tuple[Engine, Tensor, Tensor, Optional[Tensor]]:
+        """Refuse arguments of a combine that are wrong. The engine, the rows and weights as they are sent, and out if a combine
+        can write there."""
+        call, shape, tokens = "low_latency_combine", routing.shape, routing.tokens
+        engine = self._engines.of(device_of(f"{call}: x", x))
+        if routing.engine is not engine:
+            raise errors.InvalidArgument(f"deep_ep: {call}: the handle is of another group or device")
+        want = (shape.experts // self.group_size, self.group_size * shape.tokens, shape.hidden)
+        if x.shape != want:
+            raise errors.InvalidArgument(f"deep_ep: {call}: x has shape {tuple(x.shape)}, want {want}")
+        rows = checks.rows(call, x, 3)
+        idx, weights = checks.choices(call, topk_idx, topk_weights, tokens, rows.device)
+        if weights is None or idx.shape != routing.idx.shape:
+            ways = tuple(routing.idx.shape)
+            raise errors.InvalidArgument(f"deep_ep: {call}: topk_idx has shape {tuple(idx.shape)}, want {ways}")
+        if topk_idx is not routing.theirs or routing.changed():
+            weights = weights.masked_fill(idx < 0, 0)
+        into = None  # sums are written where they belong, unless a combine cannot write there
+        if out is not None:
+            if out.shape != (tokens, shape.hidden) or out.dtype is not rows.dtype or out.device != rows.device:
+                about = f"{tuple(out.shape)} of {out.dtype}, want {(tokens, shape.hidden)} of {rows.dtype}"
+                raise errors.InvalidArgument(f"deep_ep: {call}: out is {about}")
+            if out.is_contiguous() and out.data_ptr() % 16 == 0:
+                into = out
+        return engine, rows, weights, into
 
     def get_next_low_latency_combine_buffer(self, handle: FewHandle) -> Tensor:
         """A tensor that low_latency_combine with zero_copy takes its rows from."""
@@ -229,6 +242,14 @@ class FewTokens(Bound):
 
     def low_latency_clean_mask_buffer(self) -> None:
         raise NotImplementedError("deep_ep: low_latency_clean_mask_buffer: enable_shrink is not supported")
+
+
+def _added(send: Callable[[], Any], stats: Optional[Tensor]) -> Any:
+    """A dispatch, whose counts are added to stats."""
+    sent = send()
+    if stats is not None:
+        stats.add_(sent[2])
+    return sent
 
 
 @uncompiled
