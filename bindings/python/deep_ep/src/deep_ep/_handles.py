@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,17 +89,16 @@ class FewHandle(Parts):
 
     _length = 5
 
-    def __init__(self, routing: LentRouting, got: Any, counts: Tensor) -> None:
-        self.routing, self._got, self._counts, self._parts = routing, weakref.ref(got), counts, {}
+    def __init__(self, routing: LentRouting, counts: Tensor) -> None:
+        self.routing, self._live, self._counts, self._parts = routing, routing.live, counts, {}
 
     def _make(self, i: int) -> Any:
         if i > 1:
             shape = self.routing.shape
             return (shape.tokens, shape.hidden, shape.experts)[i - 2]
-        got = self._got()
-        if got is None:
+        if self._live is None or self._live.got is None:
             raise errors.Freed("deep_ep: src_info and layout_range of this handle went with its rows, which were given back")
-        sources = got.sources.view(self._counts.shape[0], -1, 2)
+        sources = self._live.got.sources.view(self._counts.shape[0], -1, 2)
         if i == 0:
             return sources[:, :, 1].contiguous()
         size, room = self.routing.engine.size, sources.shape[1]

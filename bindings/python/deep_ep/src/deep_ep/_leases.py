@@ -40,16 +40,15 @@ class Live:
             routing.kept = taken_up(self.got.keep)
 
     def end(self) -> None:
-        """Have combines not go by this dispatch any more."""
-        routing = self.routing()
+        """Forget the output, by which combines do not go any more."""
+        routing, self.got = self.routing(), None
         if routing is not None and routing.live is self:
             routing.live = None
 
     def drop(self) -> None:
         """Give the output back: it goes with this reference, unless a handle or a hook has it."""
-        self.end()
         still = weakref.ref(self.got)
-        self.got = None
+        self.end()
         got = still()
         if got is not None:
             got.release()

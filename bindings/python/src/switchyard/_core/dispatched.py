@@ -118,8 +118,6 @@ class Slot:
         self.parts = dict(zip(PARTS, zip(words[::2], words[1::2])))
         #: For torch, by name: what the library reads to describe a tensor.
         self.described: dict[str, array[int]] = {}
-        #: Tensors that do not hold an output.
-        self.lent: Any = None
 
 
 class Output(Bound):

@@ -27,6 +27,7 @@ from .._core.dispatched import (
 from .._core.dispatcher import Calls
 from .._once import once
 from .compiler import uncompiled, uncompiled_methods
+from .cuda import capturing
 from .operators import dispatches
 from .profile import named
 from .tensors import description, tensor_on, written
@@ -47,6 +48,8 @@ class Kinds:
         self.dispatcher, self.trims = d, d._index < 0
         #: By name a tensor like a part: to make another from it takes less than from a type and a device.
         self._like: dict[str, Tensor] = {}
+        #: Rows and scales of outputs by where the rows begin, which do not hold one. Rows that are lent stay where they are.
+        self._lent: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device)
         #: Torch begins memory of GPUs at multiples of 512.
         self._slack = 0 if self.device.type == "cuda" else ROUTING_ALIGN - 1
@@ -72,12 +75,12 @@ class Kinds:
     def lent(self, output: Output) -> tuple[Tensor, Tensor | None]:
         """Rows and scales of an output by padded experts, [experts, capacity, their extent], for who gives it back by release:
         the tensors do not hold it."""
-        slot = output.slot
-        made: tuple[Tensor, Tensor | None] | None = slot.lent
+        made = self._lent.get(output._rows)
         if made is None:
             with torch.inference_mode(False):  # others may write to aliases
                 scales = self._by_expert(output, "scales", None) if self.dispatcher._float8 else None
-                made = slot.lent = self._by_expert(output, "rows", None), scales
+                made = self._by_expert(output, "rows", None), scales
+            self._lent[output.slot.parts["rows"][0]] = made
         rows, scales = made
         return rows.detach(), None if scales is None else scales.detach()
 
@@ -98,7 +101,7 @@ class Kinds:
 
     def capturing(self) -> bool:
         """Whether the current stream is captured."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.dispatcher._index >= 0 and capturing()
 
     def beside(self, parts: Parts, length: int) -> tuple[list[Tensor | None], list[int]]:
         """Memory for parts of an output."""

@@ -117,7 +117,7 @@ class FewTokens(Bound):
             stats.add_(counts)
         rows, scales = got._side.lent(got._output)
         ended = EventOverlap() if event is None else EventOverlap(event, (x, topk_idx))
-        return (rows, scales) if use_fp8 else rows, counts, FewHandle(routing, got, counts), ended, hook
+        return (rows, scales) if use_fp8 else rows, counts, FewHandle(routing, counts), ended, hook
 
     def _checked_few(
         self, x: Any, topk_idx: Any, most: int, num_experts: int, stats: Any, quantize: str
