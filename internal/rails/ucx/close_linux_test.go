@@ -41,6 +41,9 @@ func TestF1_CloseLeavesAUCXThatDoesNotEnd(t *testing.T) {
 			}
 			r := ends[0].Rail.(*Rail)
 			require.True(t, established(t, r))
+			if !c.ends {
+				r.cutGrace = time.Second
+			}
 			quit, left, over := r.quit, make(chan struct{}), make(chan struct{})
 			r.quit = func() {
 				for c.ends && established(t, r) {

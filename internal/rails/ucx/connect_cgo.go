@@ -50,7 +50,7 @@ func Open(cfg rails.Config) (rails.Rail, error) {
 	version := binary.LittleEndian.AppendUint32(binary.LittleEndian.AppendUint32(nil, uint32(major)), uint32(minor))
 	version = binary.LittleEndian.AppendUint32(version, uint32(port))
 	rail := &Rail{cfg: cfg, r: r, address: append(version, address[:n]...), ended: make(chan struct{}),
-		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell, port: port, guard: guard, quit: func() { end(r, guard) }, grace: settleGrace}
+		back: make(chan struct{}, 1), efd: int32(C.swu_efd(r)), bell: bell, port: port, guard: guard, quit: func() { end(r, guard) }, grace: settleGrace, cutGrace: cutGrace}
 	go rail.attend()
 	return rail, nil
 }

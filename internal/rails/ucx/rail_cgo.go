@@ -47,16 +47,17 @@ type Rail struct {
 	paused      atomic.Bool   // the goroutine leaves the rail to such ranks
 	back        chan struct{} // the goroutine is wanted back
 
-	mu     sync.Mutex
-	grace  time.Duration // for connections to stand, in Close: settleGrace, less the time that Meet has waited
-	r      *C.swu_rail   // nil after Close
-	closed bool
-	landed uint64 // puts that have been rung for
-	seen   uint64 // of these, before the last Wait returned
-	theirs []int  // ports of the ranks that it has connected with
-	asleep int    // ranks that sleep, and have not been woken
-	pins   runtime.Pinner
-	pinned bool
+	mu       sync.Mutex
+	grace    time.Duration // for connections to stand, in Close: settleGrace, less the time that Meet has waited
+	cutGrace time.Duration // for UCX to end in Close, once its connections have been cut
+	r        *C.swu_rail   // nil after Close
+	closed   bool
+	landed   uint64 // puts that have been rung for
+	seen     uint64 // of these, before the last Wait returned
+	theirs   []int  // ports of the ranks that it has connected with
+	asleep   int    // ranks that sleep, and have not been woken
+	pins     runtime.Pinner
+	pinned   bool
 }
 
 // Open opens a window.
@@ -354,9 +355,9 @@ func (r *Rail) Close() error {
 		cut(r.port, r.theirs)
 		select {
 		case <-ended:
-		case <-time.After(closeGrace):
+		case <-time.After(r.cutGrace):
 			// The memory that it reads stays pinned.
-			return errors.Join(fmt.Errorf("ucx: close: UCX has not ended in %v, and goes on", 2*closeGrace), unix.Close(r.bell))
+			return errors.Join(fmt.Errorf("ucx: close: UCX has not ended in %v, and goes on", closeGrace+r.cutGrace), unix.Close(r.bell))
 		}
 	}
 	r.pins.Unpin()
@@ -366,6 +367,9 @@ func (r *Rail) Close() error {
 // settleGrace is how long connections have to stand before a rail is closed, where it is closed while they are made.
 const settleGrace = time.Second
 
-// closeGrace is how long UCX has to end by itself, and then again once its connections have been cut: over a link that is down it may try for
-// ever to write its last words.
-const closeGrace = time.Second
+// closeGrace is how long UCX has to end by itself before its connections are cut: over a link that is down it may try for ever to write its
+// last words. cutGrace is how long it has then, when it waits for nobody: a process that gets no processor may need it.
+const (
+	closeGrace = time.Second
+	cutGrace   = 15 * time.Second
+)
