@@ -30,7 +30,7 @@ const (
 	dispatchPlainPart      = 1536              // the same on the way back, 2048
 	dispatchNarrowPart     = 2048              // the same of partial sums that cross as float8, 1536, or 1024 where elements have 4 bytes
 	dispatchStretch        = 512               // elements of a float8 partial sum behind one group of scales
-	dispatchWindow         = 6                 // log2 of the fewest places of rows, those of one rank in which are told together when they are made
+	dispatchWindow         = 6                 // log2 of the fewest places of a window: rows of one rank in a window are told together when they are made
 	tokenWeightsThreads    = 256               // of a block of token_weights
 	dispatchCountsThreads  = 256               // of the one block of dispatch_counts
 	maskedRanks            = kernels.MaxMaskedRanks

@@ -97,8 +97,8 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 	return nil
 }
 
-// readsOwn reports whether the kernel that sums reads the rows of this rank's own tokens where the caller has them: those are what would cross,
-// done and left alone until the call has ended.
+// readsOwn reports whether the kernel that sums reads the rows of this rank's own tokens where the caller has them. It does where such a row is
+// what would cross, is complete when the call begins, and stays as it is until the call has ended.
 func (l *dispatchCall) readsOwn(c *kernels.Combine) bool {
 	return l.m.Layout.ByToken() && !l.m.Float8Partials && c.Phase == kernels.Both && c.Ready.Bytes == 0 &&
 		(c.RowWeights.Bytes > 0 || c.SumWeights.Bytes == 0)

@@ -75,7 +75,7 @@ enum {
 	SW_DISPATCH_PLAIN_PART = 1536, /* the same on the way back, 2048 */
 	SW_DISPATCH_NARROW_PART = 2048, /* the same of partial sums that cross as float8, 1536, or 1024 where elements have 4 bytes */
 	SW_DISPATCH_STRETCH = 512, /* elements of a float8 partial sum behind one group of scales */
-	SW_DISPATCH_WINDOW = 6, /* log2 of the fewest places of rows, those of one rank in which are told together when they are made */
+	SW_DISPATCH_WINDOW = 6, /* log2 of the fewest places of a window: rows of one rank in a window are told together when they are made */
 	SW_TOKEN_WEIGHTS_THREADS = 256, /* of a block of token_weights */
 	SW_DISPATCH_COUNTS_THREADS = 256, /* of the one block of dispatch_counts */
 	SW_MASKED_RANKS = 16,

@@ -31,8 +31,8 @@ struct pass_order {
 	}
 	__device__ __forceinline__ u32 rows() const
 	{
-		return staged.first[a.world.size] -
-		       (a.sum.own != 0 ? staged.first[a.world.rank + 1] - staged.first[a.world.rank] : 0);
+		u32 own = a.world.rank;
+		return staged.first[a.world.size] - (staged.first[own + 1] - staged.first[own]) + rows_of_rank(own);
 	}
 
 	// The place of a rank's first row.
