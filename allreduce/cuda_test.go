@@ -429,6 +429,7 @@ func TestCUDA_GraphsReplay(t *testing.T) {
 						return errors.Join(j.call(x, y.s, dst, src), j.call(x, y.s, dst, src), j.call(x, y.s, dst, src))
 					})
 					r.Must(err)
+					r.Barrier() // to make a graph may wait in the driver for a kernel on that GPU, which may wait for this rank
 					at := int64(0)
 					if coll == kernels.ReduceScatter {
 						at = each * int64(r.Rank())

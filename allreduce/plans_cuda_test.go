@@ -217,6 +217,7 @@ func TestCUDA_PlansReplay(t *testing.T) {
 					return errors.Join(j.call(x, y.s, dst, src), j.call(x, y.s, dst, src))
 				})
 				r.Must(err)
+				r.Barrier() // to make a graph may wait in the driver for a kernel on that GPU, which may wait for this rank
 				for replay := range 20 {
 					j.number = 100*where + replay
 					y.load(j, dst, src, first)

@@ -160,6 +160,7 @@ func TestCUDA_GraphsReplayIntoRegisteredMemory(t *testing.T) {
 		c := newGPUCall(r, s, dst.Slice(0, total(column(m, r.Rank()))), src, m, 1)
 		g, err := s.(*device.CUDAStream).Capture(func() error { return x.Exchange(s, c.dst, c.src.Slice(0, total(m[r.Rank()])), c.sp) })
 		r.Must(err)
+		r.Barrier() // see TestCUDA_GraphReplays
 		for range 5 {
 			c.poison()
 			r.Must(g.Launch(s))

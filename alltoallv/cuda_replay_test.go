@@ -57,6 +57,7 @@ func TestCUDA_OneGraphReplaysWithOtherSplits(t *testing.T) {
 						return x.Exchange(s, dst, src, &alltoallv.Splits{Live: live})
 					})
 					r.Must(err)
+					r.Barrier() // see TestCUDA_GraphReplays
 					rnd := rand.New(rand.NewPCG(31, uint64(n)))
 					for call := range replays {
 						sp := gappy(rnd, n, limit)[r.Rank()]

@@ -98,10 +98,11 @@ func (r *rank) gpuStream() *device.CUDAStream {
 	return s.(*device.CUDAStream)
 }
 
-// capture makes a graph.
+// capture makes a graph, and all ranks theirs: to make one may wait in the driver for a kernel on that GPU, which may wait for this rank.
 func (r *rank) capture(s *device.CUDAStream, f func() error) *device.Graph {
 	g, err := s.Capture(f)
 	require.NoError(r, err)
+	r.Barrier()
 	return g
 }
 

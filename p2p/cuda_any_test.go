@@ -217,6 +217,7 @@ func TestCUDA_MessagesFromAnyRankInAGraph(t *testing.T) {
 					p2p.Message{Receive: true, Peer: p2p.AnyRank, Tag: 1, View: in.Slice(n, n), Source: senders.Slice(8, 8)})
 			})
 			g.Must(err)
+			g.Barrier() // to make a graph may wait in the driver for a kernel on that GPU, which may wait for this rank
 			for round := range 20 {
 				b := make([]byte, n)
 				fill(b, round, me, 0)

@@ -227,6 +227,7 @@ func TestCUDA_MessagesInAGraph(t *testing.T) {
 					g.x.Batch(g.s, p2p.Message{Peer: peer, Tag: 2, View: away}, p2p.Message{Receive: true, Peer: peer, Tag: 2, View: in}))
 			})
 			g.Must(err)
+			g.Barrier() // to make a graph may wait in the driver for a kernel on that GPU, which may wait for this rank
 			for round := range 20 {
 				b := make([]byte, n)
 				fill(b, round, me, me) // it comes back

@@ -109,6 +109,7 @@ func TestCUDA_TransfersInAGraph(t *testing.T) {
 			return errors.Join(g.x.Put(g.s, peer, in, out), g.x.Signal(g.s, peer, 0), g.x.Wait(g.s, peer, 0))
 		})
 		g.Must(err)
+		g.Barrier() // to make a graph may wait in the driver for a kernel on that GPU, which may wait for this rank
 		for round := range 20 {
 			b := make([]byte, out.Len())
 			fill(b, round, me, peer)

@@ -383,8 +383,8 @@ def test_a_pair_of_low_latency_launches_what_a_dispatcher_does(cuda):
 
 
 def worst_launches(rank, size, second):
-    """A pair with a known length launches what a Dispatcher's does, and a kernel that takes the results: beside the dispatch, if
-    the ranks have a GPU each."""
+    """A pair with a known length launches what a Dispatcher's does, and a kernel that takes the results: beside the dispatch,
+    where ranks have a GPU each."""
     buffer = deep_ep.ElasticBuffer(dist.group.WORLD) if second else deep_ep.Buffer(dist.group.WORLD)
     x, idx, weights = routing(rank, size, 24, 0, CUDA)
     back, layout = torch.ones(24 * size, HIDDEN, device=CUDA), None if second else buffer.get_dispatch_layout(idx, 4 * size)

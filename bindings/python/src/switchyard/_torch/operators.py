@@ -222,8 +222,8 @@ class Dispatches:
         return got, counts  # type: ignore[return-value]
 
     def _made(self, call: tuple[Any, ...], again: tuple[Any, ...]) -> tuple[Tensor | None, Output] | None:
-        """What an operator returns for a dispatch, if nothing about that is unusual, with its output. The call is made again
-        where it has found no output to take."""
+        """The first result of an operator that makes a dispatch, and the output, if nothing about it is unusual. The call is
+        made again where it has found no output to take."""
         operator, *arguments = call
         try:
             part, made = operator(*arguments)
