@@ -262,33 +262,26 @@ class Engine:
 
     # Few tokens
 
-    def send_slab(self, shape: Shape, x: Tensor, given: Tensor, first: bool) -> Sent:
-        """Send few tokens to their experts, which are checked, or the first half. The rows lie in the dispatcher's memory until
-        LENT more calls were made; the third result, the choices of each expert, in memory of its own. The stream waits until
-        what may be overwritten was read."""
-        idx = given.to(torch.int64)
-        made = self._found.get(shape)
+    def send_few(self, shape: Shape, x: Tensor, given: Tensor, first: bool, checked: bool) -> Optional[Sent]:
+        """Send few tokens to their experts, or make the first half of that. Where nobody has checked the tensors, it is None if
+        anything about the call is unusual, and nothing has happened. The rows lie in the dispatcher's memory until LENT more
+        calls were made, and the choices of each expert in memory of their own. The stream waits until what may be overwritten
+        was read."""
+        made, idx = self._found.get(shape), given
         if made is None or not made.pooled or (self._cuda and capturing()):
+            if not checked:
+                return None
             made = self._ready(shape, 0)
-        self._reads.follow()
-        got, counts = made.lend(lease, made.dispatcher, x, idx, first)
-        return self._sent(made, shape, got, counts, idx, given)
-
-    def send_usual(self, shape: Shape, x: Tensor, idx: Tensor, first: bool) -> Optional[Sent]:
-        """The same of tensors that nobody has looked at, if nothing about the call is unusual. Else nothing has happened."""
-        made = self._found.get(shape)
-        if made is None or not made.pooled or made.dispatcher._operated is None or (self._cuda and capturing()):
-            return None
         if self._cuda and raw_stream(self.device.index) != self._reads.raw:
             self._reads.follow()
-        sent = made.lend_usual(x, idx, first)
-        if sent is None:
-            return None
-        got, counts = sent
-        return self._sent(made, shape, got, counts, idx, idx)
-
-    def _sent(self, made: Made, shape: Shape, got: Any, counts: Tensor, idx: Tensor, given: Tensor) -> Sent:
-        """Lend the result of a dispatch of few tokens."""
+        if checked:
+            idx = given.to(torch.int64)
+            got, counts = made.lend(lease, made.dispatcher, x, idx, first)
+        else:
+            sent = made.lend_usual(x, idx, first)
+            if sent is None:
+                return None
+            got, counts = sent
         routing = LentRouting(self, shape, idx, given)
         Live(made, got, routing)
         self.pool.calls = made.used = self.pool.calls + 1
@@ -318,7 +311,7 @@ class Engine:
         Else nothing has happened."""
         live = routing.live
         operated = None if live is None else live.made.dispatcher._operated
-        if operated is None or routing.changed():
+        if operated is None or (routing.version >= 0 and routing.theirs._version != routing.version):
             return None
         made = live.made  # type: ignore[union-attr]
         if self._cuda and raw_stream(self.device.index) != self._reads.raw:

@@ -91,7 +91,9 @@ class Made:
 
     def lend_usual(self, x: Tensor, idx: Tensor, first: bool) -> Any:
         """The same of a dispatch, by an operator if nothing about it is unusual. Else nothing has happened."""
-        ring, output = self.ring, None
+        ring, output, operated = self.ring, None, self.dispatcher._operated
+        if operated is None:
+            return None
         if len(ring) == LENT:
             oldest = ring[0]
             output = oldest.got._output
@@ -99,12 +101,12 @@ class Made:
                 oldest.keep()
             oldest.got._parts.clear()  # which hold the output
         try:
-            sent = self.dispatcher._operated.lease(x, idx, output, first)
+            sent = operated.lease(x, idx, output, first)
         except errors.Error as error:
             if output is not None:
                 ring.pop(0).end()
             earlier(error)
-            return self.dispatcher._operated.lease(x, idx, None, first)
+            return operated.lease(x, idx, None, first)
         if output is not None and sent is not None:
             ring.pop(0).end()
         return sent

@@ -67,11 +67,13 @@ class LentRouting(Routing):
     def __init__(self, engine: Engine, shape: Shape, idx: Tensor, theirs: Tensor) -> None:
         """theirs are the choices as they were given, which are the caller's until the combine."""
         self.engine, self.shape, self.tokens, self.counted, self._idx = engine, shape, idx.shape[0], False, idx
-        self.theirs, self._version = theirs, -1 if theirs.is_inference() else theirs._version
+        self.theirs = theirs
+        #: torch's count of their changes. -1: in inference mode nobody knows.
+        self.version = -1 if theirs.is_inference() else theirs._version
 
     def changed(self) -> bool:
-        """Whether torch has changed the caller's choices since. In inference mode nobody knows."""
-        return self._version >= 0 and self.theirs._version != self._version
+        """Whether torch has changed the caller's choices since."""
+        return self.version >= 0 and self.theirs._version != self.version
 
 
 def ranks_of(idx: Tensor, experts: int, size: int) -> tuple[Tensor, Tensor]:

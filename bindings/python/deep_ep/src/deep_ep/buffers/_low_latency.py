@@ -88,7 +88,7 @@ class FewTokens(Bound):
         if not rare and type(x) is Tensor and not x.requires_grad:
             key = most, num_experts, use_fp8, round_scale, use_ue8m0, told
             usual = None if async_finish else self._engines.few.get(key)
-        sent = None if usual is None else usual[0].send_usual(usual[1], x, topk_idx, return_recv_hook)
+        sent = None if usual is None else usual[0].send_few(usual[1], x, topk_idx, return_recv_hook, False)
         if sent is None:
             call = "low_latency_dispatch"
             if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:
@@ -104,12 +104,12 @@ class FewTokens(Bound):
             engine, shape, rows = self._checked_few(x, topk_idx, most, num_experts, stats, quantize)
             if key is not None:
                 self._engines.remember(key, engine, shape)
-            send = partial(engine.send_slab, shape, rows, topk_idx, return_recv_hook)
+            send = partial(engine.send_few, shape, rows, topk_idx, return_recv_hook, True)
             if async_finish:
                 sent, event = self._streams.run(engine.device, None, True, (x, topk_idx, stats), partial(_added, send, stats))
             else:
                 sent = send()
-        got, routing, counts = sent
+        got, routing, counts = sent  # type: ignore[misc]
         hook: Hook = None
         if return_recv_hook:
             hook = partial(_receive_rows, got, counts, stats)
