@@ -317,6 +317,20 @@ static bool tokens_of(torch_tensor tokens, torch_tensor experts, torch_tensor we
 	return true;
 }
 
+// Scales of tokens. Nothing may be unusual about them.
+static bool scales_of(torch_tensor scales, const struct switchyard_dispatches *d, struct switchyard_dispatch_call *call)
+{
+	struct view s;
+	if (!view_of(scales, &s) || s.device != d->Device || s.dtype != types[d->ScaleType] || s.dim != 2 ||
+	    s.sizes[0] * d->TokenBytes != call->X.Bytes || bytes_of(&s) != s.sizes[0] * d->ScaleBytes)
+		return false;
+	call->Scales = buffer(&s, bytes_of(&s));
+	return true;
+}
+
+// The tensors that a dispatch has beside its tokens and their choices, and whether it is a first half.
+enum { WEIGHTS = 1, SCALES = 2, HALF = 4 };
+
 // Makes a dispatch. It is said whether there is one, which has ended on the host.
 static bool make(const struct switchyard_dispatches *d, uint64_t stream, struct switchyard_dispatch_call *call,
                  struct made *made, int64_t *counts)
@@ -336,13 +350,15 @@ static bool make(const struct switchyard_dispatches *d, uint64_t stream, struct 
 	return made->code == 0;
 }
 
-static torch_tensor send(torch_tensor tokens, torch_tensor experts, torch_tensor weights,
-                         const struct switchyard_dispatches *d, struct made *made, int64_t *counts)
+static torch_tensor send(const torch_tensor *given, int64_t how, const struct switchyard_dispatches *d,
+                         struct made *made, int64_t *counts)
 {
-	struct switchyard_dispatch_call call = {0};
+	const bool first = (how & HALF) != 0;
+	struct switchyard_dispatch_call call = {.Half = first};
 	uint64_t stream;
 	made->code = UNUSUAL;
-	if (!tokens_of(tokens, experts, weights, d, &call) || !stream_of(d->Device, &stream) ||
+	if ((first && d->Device < 0) || !tokens_of(given[0], given[1], how & WEIGHTS ? given[2] : NULL, d, &call) ||
+	    (how & SCALES && !scales_of(given[3], d, &call)) || !stream_of(d->Device, &stream) ||
 	    !make(d, stream, &call, made, counts))
 		return undefined();
 	return rows_of(d, made, d->Device < 0 ? counts[0] : d->MaxRows);
@@ -360,32 +376,19 @@ static uint64_t list_of(const struct made *made, const struct switchyard_dispatc
 	return (uint64_t)list;
 }
 
-static void dispatch(uint64_t *stack, uint64_t inputs, torch_tensor weights)
-{
-	torch_tensor x = (torch_tensor)stack[0], experts = (torch_tensor)stack[1];
-	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)stack[inputs - 1];
-	struct made made = {0};
-	int64_t counts[MOST_NUMBERS];
-	stack[0] = (uint64_t)send(x, experts, weights, d, &made, counts);
-	stack[1] = list_of(&made, d, counts);
-	(void)aoti_torch_delete_tensor_object(x);
-	(void)aoti_torch_delete_tensor_object(experts);
-}
-
 // switchyard::dispatch_rows
 static void dispatch_rows(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 {
-	(void)outputs;
-	dispatch(stack, inputs, NULL);
-}
-
-// switchyard::dispatch_weighted
-static void dispatch_weighted(uint64_t *stack, uint64_t inputs, uint64_t outputs)
-{
-	(void)outputs;
-	torch_tensor weights = (torch_tensor)stack[2];
-	dispatch(stack, inputs, weights);
-	(void)aoti_torch_delete_tensor_object(weights);
+	(void)inputs, (void)outputs;
+	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)stack[5];
+	struct made made = {0};
+	int64_t counts[MOST_NUMBERS];
+	torch_tensor given[4];
+	memcpy(given, stack, sizeof given);
+	stack[0] = (uint64_t)send(given, (int64_t)stack[4], d, &made, counts);
+	stack[1] = list_of(&made, d, counts);
+	for (size_t i = 0; i < sizeof given / sizeof *given; i++)
+		(void)aoti_torch_delete_tensor_object(given[i]);
 }
 
 // Fresh memory for the numbers of a dispatch, and the part of it that has the choices of each expert.
@@ -518,12 +521,8 @@ static int64_t deliver(const torch_tensor *given, bool copies, const struct swit
 	if (!view_of(given[1], &scales) || !view_of(given[3], &weights) ||
 	    !tokens_of(given[0], given[2], weights.dim == 1 ? NULL : given[3], d, &call))
 		return 0;
-	if (scales.dim != 1) {
-		if (scales.dim != 2 || scales.device != d->Device || scales.dtype != types[of->ScaleType] ||
-		    scales.sizes[0] * d->TokenBytes != call.X.Bytes)
-			return 0;
-		call.Scales = buffer(&scales, bytes_of(&scales));
-	}
+	if (scales.dim != 1 && !scales_of(given[1], d, &call))
+		return 0;
 	const struct switchyard_buffer choices = copies ? call.Experts : (struct switchyard_buffer){0};
 	if (!stream_of(d->Device, &stream) || (known && !room(of, &choices, left, made, &r)))
 		return 0;
@@ -664,10 +663,10 @@ static const struct {
     {"reduce", "reduce(Tensor(a!) tensor, int dtype, int op, int exchanges) -> int", reduce},
     {"scatter", "scatter(Tensor(a!) output, Tensor input, int dtype, int op, int exchanges) -> int", scatter},
     {"gather", "gather(Tensor(a!) output, Tensor input, int exchanges) -> int", gather},
-    {"dispatch_rows", "dispatch_rows(Tensor x, Tensor experts, int dispatches) -> (Tensor, int[])", dispatch_rows},
-    {"dispatch_weighted",
-     "dispatch_weighted(Tensor x, Tensor experts, Tensor weights, int dispatches) -> (Tensor, int[])",
-     dispatch_weighted},
+    {"dispatch_rows",
+     "dispatch_rows(Tensor x, Tensor experts, Tensor weights, Tensor scales, int how, int dispatches) -> "
+     "(Tensor, int[])",
+     dispatch_rows},
     {"dispatch_lent", "dispatch_lent(Tensor x, Tensor experts, int hold, int first, int dispatches) -> (Tensor, int[])",
      dispatch_lent},
     {"deliver_rows",

@@ -55,8 +55,8 @@ struct switchyard_exchanges {
 // those of this rank's Experts begin with the third.
 struct switchyard_dispatches {
 	uint64_t Handle;
-	int64_t Device, Hidden, TopK, MaxTokens, MaxRows, TokenType, RowType, SumType, IndexType, TokenBytes, SumBytes,
-	    ChoiceBytes, Experts, Told, Numbers, Wait;
+	int64_t Device, Hidden, TopK, MaxTokens, MaxRows, TokenType, RowType, SumType, IndexType, ScaleType, TokenBytes,
+	    SumBytes, ChoiceBytes, ScaleBytes, Experts, Told, Numbers, Wait;
 };
 
 // A part of a result that is a tensor of its own: its type, the extent behind the rows, -1 for none, and the bytes of
@@ -71,8 +71,7 @@ struct switchyard_part {
 struct switchyard_deliveries {
 	struct switchyard_dispatches Of;
 	struct switchyard_part Parts[4];
-	int64_t RoutingBytes, Counts, CountBytes, Offsets, OffsetBytes, Ranks, RankBytes, Sources, SourceBytes,
-	    ScaleType, Whole;
+	int64_t RoutingBytes, Counts, CountBytes, Offsets, OffsetBytes, Ranks, RankBytes, Sources, SourceBytes, Whole;
 };
 
 // How a tensor lies in memory: its address, DLPack's numbers for the device and the type, and its extents. It is row by

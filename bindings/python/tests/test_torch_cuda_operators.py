@@ -63,10 +63,16 @@ def ordered(rank, size):
         assert counting.served == 2
         torch.testing.assert_close(y.float(), 2 * want.float(), rtol=0.05, atol=0.05)
         assert (got == 1).all()
+        half = d.dispatch(x, idx, weights, async_op=True)  # halves are operators, too
+        assert half.between_halves
+        pending = d.combine(half.wait().rows, half, async_op=True)
+        torch.testing.assert_close(pending.wait().float(), 2 * want.float(), rtol=0.05, atol=0.05)
+        del half, pending
+        assert counting.served == 4
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):
             y = calls()
-        assert counting.served == 4
+        assert counting.served == 6
         sw.barrier()
         for n in (2, 3):
             graph.replay()

@@ -21,6 +21,8 @@ from switchyard._core.native import library  # noqa: E402
 from switchyard._torch import calls, operators  # noqa: E402
 from switchyard._torch.moe_bare import bring, deliver, delivery, lease  # noqa: E402
 
+FLOAT8 = "float8_e4m3fn"
+
 ABI = Path(__file__).resolve().parents[1] / "abi"
 #: torch from this version on has all that operators need.
 SINCE = (2, 11)
@@ -239,6 +241,15 @@ def tokens(rank, d, n, device, seed=0):
     return x, idx, torch.rand(n, d.top_k, generator=g).to(device)
 
 
+def scales_of(d, n, device):
+    """Scales of tokens of float8."""
+    if d.dtype != FLOAT8:
+        return None
+    g = torch.Generator().manual_seed(n)
+    words = torch.randint(1, 100, (n, d._scale_words), generator=g)
+    return words.to(torch.int32 if d._exponents else torch.float32).to(device)
+
+
 def parts(d, got):
     """All that a dispatch has left, as far as it is defined."""
     host = got.host_counts() if d._counted else None
@@ -251,26 +262,32 @@ def paired(rank, size, device):
         {"layout": "flat", "align": 4}, {"layout": "padded", "capacity": 64}, {"layout": "token_major"},
         {"layout": "rank_padded", "dtype": "bfloat16"}, {"layout": "flat", "dtype": "float16", "row_weights": True},
         {"layout": "flat", "dtype": "bfloat16", "quantize": True, "index_dtype": "int32"},
+        {"layout": "token_major", "dtype": FLOAT8, "scale_format": "ue8m0"}, {"layout": "flat", "dtype": FLOAT8},
+        {"layout": "padded", "dtype": FLOAT8, "scale_per_token": True, "scale_columns": True},
     ):  # fmt: skip
         options = {"dtype": "float32", **options}
-        hidden = 128
+        hidden = 256
+        if options["dtype"] is FLOAT8:
+            options["combine_dtype"] = "bfloat16"
         d = sw.Dispatcher(2 * size, 2, hidden, max_tokens=16, host_counts=True, device=device, **options)
         defined = d.layout != "rank_padded"  # padding there is not
         x, idx, _ = tokens(rank, d, 2, device)
-        d.dispatch(x, idx).release()  # the first call makes the operators known
+        d.dispatch(x, idx, scales=scales_of(d, 2, device)).release()  # the first call makes the operators known
         for n in (9 + rank, 1, 0 if rank else 3):
             x, idx, weights = tokens(rank, d, n, device, n)
+            scales = scales_of(d, n, device)
             for given in (weights, None):
                 answers = []
                 for how in (lambda d: Counting(d._operated, "dispatch", "combine"), by_python):
                     with how(d) as counting:
-                        got = d.dispatch(x, idx, given)
+                        got = d.dispatch(x, idx, given, scales=scales)
                         rows, host = parts(d, got)
+                        came = None if scales is None else got.scales.clone()
                         made = got.rows.to(getattr(torch, d.combine_dtype)) if d._float8 else got.rows
                         y = d.combine(made, got)
                         routed = d.combine(made, got.keep(), token_weights=None if d.by_token else weights)
                         unweighted = d.combine(made, got, weighted=False, release=True)
-                        answers.append((rows, host, y, routed, unweighted))
+                        answers.append((rows, host, came, y, routed, unweighted))
                         assert counting is None or counting.served == 4
                     with pytest.raises(sw.errors.Freed):
                         d.combine(made, got)
@@ -278,7 +295,10 @@ def paired(rank, size, device):
                 one, other = answers
                 assert one[1] == other[1]
                 assert not defined or torch.equal(one[0], other[0])
-                assert all(map(torch.equal, one[2:], other[2:]))
+                if scales is not None and d.layout != "padded":  # whose padding has none
+                    n = one[1].rows
+                    assert torch.equal(one[2][:n], other[2][:n])
+                assert all(map(torch.equal, one[3:], other[3:]))
         d.close()
 
 

@@ -151,8 +151,8 @@ class Dispatcher(Calls):
         dispatches may be made between them too. On the host the first half waits until all ranks have begun it.
         """
         operated = _sides.operated(self)
-        if operated is not None and scales is None and not async_op:  # what is asked most, soonest
-            got: Dispatched | None = operated.dispatch(x, experts, weights)
+        if operated is not None:  # what is asked most, soonest
+            got: Dispatched | None = operated.dispatch(x, experts, weights, scales, async_op)
             if got is not None:
                 return got
         if _sides.is_tensor(x):
@@ -224,9 +224,8 @@ class Dispatcher(Calls):
         operated = _sides.operated(self)
         if (
             operated is not None and weights is None and bias is None and not sum_weights and ready is None and out is None
-            and not async_op
         ):  # fmt: skip
-            y = operated.combine(rows, dispatched, weighted, token_weights, release)  # what is asked most, soonest
+            y = operated.combine(rows, dispatched, weighted, token_weights, release, async_op)  # what is asked most, soonest
             if y is not None:
                 return y
         self._check_way(dispatched)

@@ -18,7 +18,7 @@ from typing import Any, Optional
 import switchyard
 import torch
 from switchyard import errors
-from switchyard._core.dispatched import OF_TOKENS, Combining
+from switchyard._core.dispatched import OF_TOKENS
 from switchyard._torch.cuda import capturing, raw_stream
 from switchyard._torch.moe_bare import bring, lease
 from torch import Tensor
@@ -329,7 +329,7 @@ class Engine:
         self.pool.calls = made.used = self.pool.calls + 1
         if self._reads.several:
             self._reads.mark()
-        return Combining(live.got, y, (y, x, weights)) if first else y  # type: ignore[union-attr]
+        return y
 
     def ended(self, combining: Any) -> Tensor:
         """The sums of a combine whose first half was made."""

@@ -71,7 +71,7 @@ def bring(
         came = rows.numel() // d.hidden
         brought = d._operated.bring(rows, way, came, weighting, token_weights, False, out, async_op)
         if brought is not None:
-            return Combining(way, brought, (brought, rows, token_weights)) if async_op else brought
+            return brought
     if d._index >= 0:
         rows = aligned(rows)
     tokens, each = way._tokens, d._sum_bytes

@@ -20,6 +20,7 @@ from .._core.dispatched import (
     DISPATCHED,
     OF_TOKENS,
     UNWEIGHTED,
+    Combining,
     Dispatched,
     HostCounts,
     Output,
@@ -132,13 +133,17 @@ def exchanges(comm: Communicator, device: int) -> Exchanges | None:
 
 
 #: The words of a description of dispatches.
-_ABOUT = 17
+_ABOUT = 19
+
+#: The tensors that a dispatch has beside its tokens and their choices, and whether it is a first half.
+_WEIGHTS, _SCALES, _HALF = 1, 2, 4
 
 
 def _about(d: Calls, numbers: int) -> tuple[int, ...]:
     """Dispatches and combines of a dispatcher as operators want them described."""
-    types = (_TYPES.index(name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype))
-    sizes, local = (d._token_bytes, d._sum_bytes, d._choice_bytes), len(d._local_experts)
+    scales = ("float32", "int32")[d._exponents]
+    types = (_TYPES.index(name) for name in (d.dtype, d.row_dtype, d.combine_dtype, d.index_dtype, scales))
+    sizes, local = (d._token_bytes, d._sum_bytes, d._choice_bytes, 4 * d._scale_words), len(d._local_experts)
     told = 2 + local + d._groups + 1 + d._ranks
     return (
         d._handle, d._index, d.hidden, d.top_k, d.max_tokens, d.max_rows, *types, *sizes, local, told, numbers, SLICE
@@ -169,8 +174,7 @@ class Dispatches:
 
     def __init__(self, d: Calls, found: Any) -> None:
         self._dispatcher = d
-        self._plain, self._weighted = _call(found.dispatch_rows), _call(found.dispatch_weighted)
-        self._lent = _call(found.dispatch_lent)
+        self._rows, self._lent = _call(found.dispatch_rows), _call(found.dispatch_lent)
         self._combine, self._combine_weighted = _call(found.combine_rows), _call(found.combine_weighted)
         self._combine_into = _call(found.combine_into)
         self._counts = Counts(d)
@@ -178,17 +182,18 @@ class Dispatches:
         self._address = self._about.buffer_info()[0]
 
     @uncompiled
-    def dispatch(self, x: Tensor, idx: Tensor, weights: Tensor | None) -> Dispatched | None:
-        """A dispatch, if nothing about it is unusual."""
+    def dispatch(
+        self, x: Tensor, idx: Tensor, weights: Tensor | None, scales: Tensor | None, first: bool
+    ) -> Dispatched | None:
+        """A dispatch, or on a GPU its first half, if nothing about it is unusual."""
         if profiled() or type(x) is not Tensor or type(idx) is not Tensor:
             return None
-        if weights is not None and type(weights) is not Tensor:
+        if (weights is not None and type(weights) is not Tensor) or (scales is not None and type(scales) is not Tensor):
             return None
         if torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
             return None
-        call: tuple[Any, ...] = (self._plain, x, idx, self._address)
-        if weights is not None:
-            call = (self._weighted, x, idx, weights, self._address)
+        how = (weights is not None) * _WEIGHTS + (scales is not None) * _SCALES + first * _HALF
+        call = (self._rows, x, idx, x if weights is None else weights, x if scales is None else scales, how, self._address)
         sent = self._made(call, call)
         if sent is None:
             return None
@@ -196,6 +201,7 @@ class Dispatches:
         got = Dispatched(self._dispatcher, self._dispatcher._torch, output, x.shape[0], weights, {})
         if rows is not None:
             got.rows = rows
+        got._half = first
         return got
 
     @uncompiled
@@ -249,9 +255,10 @@ class Dispatches:
 
     @uncompiled
     def combine(
-        self, rows: Tensor, way: Dispatched | Routing, weighted: bool, token_weights: Tensor | None, release: bool
-    ) -> Tensor | None:
-        """A combine with the weights of the dispatch or of tokens, if nothing about it is unusual."""
+        self, rows: Tensor, way: Dispatched | Routing, weighted: bool, token_weights: Tensor | None, release: bool, first: bool
+    ) -> Any:
+        """A combine with the weights of the dispatch or of tokens, or on a GPU its first half, if nothing about it is
+        unusual."""
         d = self._dispatcher
         if type(way) not in (Dispatched, Routing) or way._dispatcher is not d or type(rows) is not Tensor or rows.dim() != 2:
             return None
@@ -266,15 +273,15 @@ class Dispatches:
             counts = way.counts
         else:
             counts = way._output and way._output.counts
-        return self.bring(rows, way, -1 if counts is None else counts.rows, weighting, token_weights, release)
+        return self.bring(rows, way, -1 if counts is None else counts.rows, weighting, token_weights, release, None, first)
 
     @uncompiled
     def bring(
         self, rows: Tensor, way: Dispatched | Routing, came: int, weighting: int, token_weights: Tensor | None, release: bool,
-        out: Tensor | None = None, first: bool = False,
-    ) -> Tensor | None:  # fmt: skip
+        out: Tensor | None, first: bool,
+    ) -> Any:  # fmt: skip
         """A combine of as many rows as came, or as there is room for, with any extents before the last, or on a GPU its first
-        half. With weights of tokens the sums may go to a tensor of the caller."""
+        half, which is a Combining. With weights of tokens the sums may go to a tensor of the caller."""
         if profiled() or type(rows) is not Tensor or (token_weights is not None and type(token_weights) is not Tensor):
             return None
         if out is not None and (token_weights is None or type(out) is not Tensor or out.requires_grad):
@@ -283,7 +290,7 @@ class Dispatches:
             return None
         output: Output | None = None
         if isinstance(way, Routing):
-            if release:
+            if release or first:
                 return None
             handle, routing = 0, way._name
         else:
@@ -312,7 +319,7 @@ class Dispatches:
             written(out)
         if output is not None and release:
             output.released = True
-        return y  # type: ignore[no-any-return]
+        return Combining(way, y, (y, rows, token_weights)) if first else y
 
 
 class Delivers:
@@ -330,8 +337,7 @@ class Delivers:
         about = [*_about(d, self._counts.numbers if d._counted else 0)]
         for name, size, tail in left.beside:
             about += (_TYPES.index(d._shape(name, 0)[0]), *(tail or (-1,)), size)
-        scales = _TYPES.index(("float32", "int32")[d._exponents])
-        self._about = array("q", (*about, d.routing_bytes, *left.fixed, *left.sources, scales, d._whole))
+        self._about = array("q", (*about, d.routing_bytes, *left.fixed, *left.sources, d._whole))
         self._address, self._places = self._about.buffer_info()[0], left.places
 
     @uncompiled
