@@ -328,7 +328,7 @@ static bool scales_of(torch_tensor scales, const struct switchyard_dispatches *d
 	return true;
 }
 
-// The tensors that a dispatch has beside its tokens and their choices, and whether it is a first half.
+// The tensors that a dispatch has besides its tokens and their choices, and whether it is a first half.
 enum { WEIGHTS = 1, SCALES = 2, HALF = 4 };
 
 // Makes a dispatch. It is said whether there is one, which has ended on the host.
@@ -376,18 +376,19 @@ static uint64_t list_of(const struct made *made, const struct switchyard_dispatc
 	return (uint64_t)list;
 }
 
-// switchyard::dispatch_rows
+// switchyard::dispatch_rows, with weights switchyard::dispatch_weighted, and with scales switchyard::dispatch_scaled
 static void dispatch_rows(uint64_t *stack, uint64_t inputs, uint64_t outputs)
 {
-	(void)inputs, (void)outputs;
-	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)stack[5];
+	(void)outputs;
+	const uint64_t tensors = inputs - 2; // of which the call has those that how says
+	const struct switchyard_dispatches *d = (const struct switchyard_dispatches *)stack[tensors + 1];
 	struct made made = {0};
 	int64_t counts[MOST_NUMBERS];
-	torch_tensor given[4];
-	memcpy(given, stack, sizeof given);
-	stack[0] = (uint64_t)send(given, (int64_t)stack[4], d, &made, counts);
+	torch_tensor given[4] = {NULL};
+	memcpy(given, stack, tensors * sizeof *given);
+	stack[0] = (uint64_t)send(given, (int64_t)stack[tensors], d, &made, counts);
 	stack[1] = list_of(&made, d, counts);
-	for (size_t i = 0; i < sizeof given / sizeof *given; i++)
+	for (uint64_t i = 0; i < tensors; i++)
 		(void)aoti_torch_delete_tensor_object(given[i]);
 }
 
@@ -663,8 +664,13 @@ static const struct {
     {"reduce", "reduce(Tensor(a!) tensor, int dtype, int op, int exchanges) -> int", reduce},
     {"scatter", "scatter(Tensor(a!) output, Tensor input, int dtype, int op, int exchanges) -> int", scatter},
     {"gather", "gather(Tensor(a!) output, Tensor input, int exchanges) -> int", gather},
-    {"dispatch_rows",
-     "dispatch_rows(Tensor x, Tensor experts, Tensor weights, Tensor scales, int how, int dispatches) -> "
+    {"dispatch_rows", "dispatch_rows(Tensor x, Tensor experts, int how, int dispatches) -> (Tensor, int[])",
+     dispatch_rows},
+    {"dispatch_weighted",
+     "dispatch_weighted(Tensor x, Tensor experts, Tensor weights, int how, int dispatches) -> (Tensor, int[])",
+     dispatch_rows},
+    {"dispatch_scaled",
+     "dispatch_scaled(Tensor x, Tensor experts, Tensor weights, Tensor scales, int how, int dispatches) -> "
      "(Tensor, int[])",
      dispatch_rows},
     {"dispatch_lent", "dispatch_lent(Tensor x, Tensor experts, int hold, int first, int dispatches) -> (Tensor, int[])",

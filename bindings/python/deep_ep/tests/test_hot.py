@@ -20,7 +20,7 @@ MOST = 8
 OPERATED = 5
 FEW_OPERATED = 6
 #: The names of operators of torch in what makes a dispatcher's calls by them.
-OPERATORS = ("_rows", "_lent", "_combine", "_combine_weighted", "_combine_into")
+OPERATORS = ("_plain", "_weighted", "_scaled", "_lent", "_combine", "_combine_weighted", "_combine_into")
 
 
 def passed(made, call, most=MOST):

@@ -135,7 +135,7 @@ def exchanges(comm: Communicator, device: int) -> Exchanges | None:
 #: The words of a description of dispatches.
 _ABOUT = 19
 
-#: The tensors that a dispatch has beside its tokens and their choices, and whether it is a first half.
+#: The tensors that a dispatch has besides its tokens and their choices, and whether it is a first half.
 _WEIGHTS, _SCALES, _HALF = 1, 2, 4
 
 
@@ -174,7 +174,8 @@ class Dispatches:
 
     def __init__(self, d: Calls, found: Any) -> None:
         self._dispatcher = d
-        self._rows, self._lent = _call(found.dispatch_rows), _call(found.dispatch_lent)
+        self._plain, self._weighted = _call(found.dispatch_rows), _call(found.dispatch_weighted)
+        self._scaled, self._lent = _call(found.dispatch_scaled), _call(found.dispatch_lent)
         self._combine, self._combine_weighted = _call(found.combine_rows), _call(found.combine_weighted)
         self._combine_into = _call(found.combine_into)
         self._counts = Counts(d)
@@ -192,8 +193,12 @@ class Dispatches:
             return None
         if torch.is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
             return None
-        how = (weights is not None) * _WEIGHTS + (scales is not None) * _SCALES + first * _HALF
-        call = (self._rows, x, idx, x if weights is None else weights, x if scales is None else scales, how, self._address)
+        how, call = _HALF if first else 0, (self._plain, x, idx)  # type: int, tuple[Any, ...]
+        if weights is not None:
+            how, call = how | _WEIGHTS, (self._weighted, x, idx, weights)
+        if scales is not None:
+            how, call = how | _SCALES, (self._scaled, x, idx, x if weights is None else weights, scales)
+        call = (*call, how, self._address)
         sent = self._made(call, call)
         if sent is None:
             return None
