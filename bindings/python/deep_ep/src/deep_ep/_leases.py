@@ -102,9 +102,11 @@ class Made:
             oldest.got._parts.clear()  # which hold the output
         try:
             sent = operated.lease(x, idx, output, first)
-        except errors.Error as error:
+        except BaseException as error:
             if output is not None:
                 ring.pop(0).end()
+            if not isinstance(error, errors.Error):
+                raise
             earlier(error)
             return operated.lease(x, idx, None, first)
         if output is not None and sent is not None:

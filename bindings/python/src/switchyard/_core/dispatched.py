@@ -139,12 +139,8 @@ class Output(Bound):
         self._slot: Slot | None = None
 
     def __del__(self) -> None:
-        if self._hold is not None:
+        if self._hold is not None:  # else a call has ended it
             self._unhold(self._hold)
-
-    def given_up(self) -> None:
-        """A call has ended this user's hold. The output is given back unless there are others."""
-        self._hold, self.released = None, True
 
     @property
     def slot(self) -> Slot:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import errors
 from .._core.dispatched import (
     DISPATCHED,
     OF_TOKENS,
@@ -215,18 +214,21 @@ class Dispatches:
         their own, if nothing about it is unusual. Another output may be given up before, also where the call fails."""
         if profiled() or type(x) is not Tensor or type(idx) is not Tensor:
             return None
-        again = self._lent, x, idx, 0, first, self._address
-        call = again if ends is None else (self._lent, x, idx, ends._hold, first, self._address)
+        again, hold = (self._lent, x, idx, 0, first, self._address), 0
+        if ends is not None:
+            hold, ends._hold = ends._hold, None  # which the operator ends
         try:
-            sent = self._made(call, again)
-        except errors.Error:
+            sent = self._made((self._lent, x, idx, hold, first, self._address), again)
+        except BaseException:
             if ends is not None:
-                ends.given_up()
+                ends.released = True
             raise
         if sent is None:
+            if ends is not None:
+                ends._hold = hold
             return None
         if ends is not None:
-            ends.given_up()
+            ends.released = True
         counts, output = sent
         got = Dispatched(self._dispatcher, self._dispatcher._torch, output, x.shape[0], None, {})
         got._half = first
