@@ -227,7 +227,13 @@ def operated(rank, size):
     for sent in (x.requires_grad_(), x.detach().t().contiguous().t()):
         again = buffer.low_latency_dispatch(sent, idx, MOST, 4 * size, use_fp8=False)[1]
         assert torch.equal(again, counts)
-    assert served == [("lease", False)]
+    # Without gradients, and of one without gaps, that is an operator, too, and so are choices of 32 bits.
+    assert served == [("lease", True), ("lease", False), ("lease", True)]
+    served.clear()
+    for chosen, how in ((idx.int(), {}), (idx, {"async_finish": True})):
+        again = buffer.low_latency_dispatch(x.detach(), chosen, MOST, 4 * size, use_fp8=False, **how)[1]
+        assert torch.equal(again, counts)
+    assert served == [("lease", False), ("lease", True), ("lease", True)]
     buffer.destroy()
 
 

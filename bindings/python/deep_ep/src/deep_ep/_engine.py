@@ -276,12 +276,12 @@ class Engine:
             self._reads.follow()
         if checked:
             idx = given.to(torch.int64)
-            got, counts = made.lend(lease, made.dispatcher, x, idx, first)
-        else:
-            sent = made.lend_usual(x, idx, first)
-            if sent is None:
+        sent = made.lend_usual(x, idx, first)
+        if sent is None:
+            if not checked:
                 return None
-            got, counts = sent
+            sent = made.lend(lease, made.dispatcher, x, idx, first)
+        got, counts = sent
         routing = LentRouting(self, shape, idx, given)
         Live(made, got, routing)
         self.pool.calls = made.used = self.pool.calls + 1
