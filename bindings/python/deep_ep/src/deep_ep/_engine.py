@@ -77,12 +77,6 @@ class Engines:
             self.own[device] = engine
         return engine
 
-    def remember(self, key: Any, engine: Engine, shape: Shape) -> None:
-        """Keep the engine and the shape that checks found for a call of few tokens."""
-        if len(self.few) >= 256:
-            self.few.clear()
-        self.few[key] = engine, shape
-
     def has(self, engine: Engine) -> bool:
         """Whether this buffer has used an engine, and not ended."""
         return self.own.get(engine.device) is engine

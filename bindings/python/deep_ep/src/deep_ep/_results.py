@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 _FLOAT8 = torch.float8_e4m3fn
 #: The types of rows that are sent, and of their sums.
@@ -42,12 +44,12 @@ class Shape(NamedTuple):
     open: bool = False
 
 
-def remember(shapes: dict[Any, Shape], key: Any, shape: Shape) -> None:
-    """Keep the shape that checks made of a call, by what all calls like it have in common."""
+def remember(found: dict[Any, T], key: Any, value: T) -> None:
+    """Keep what checks have found for a call, such as its shape, by what all calls like it have in common."""
     if key is not None:
-        if len(shapes) >= 256:
-            shapes.clear()
-        shapes[key] = shape
+        if len(found) >= 256:
+            found.clear()
+        found[key] = value
 
 
 class Came:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _checks as checks
 from .._engine import Engine, Engines
 from .._handles import FewHandle
-from .._results import Shape
+from .._results import Shape, remember
 from .._routings import LentRouting
 from .._streams import Streams, device_of
 from .._tokens import compiling, given
@@ -102,8 +102,7 @@ class FewTokens(Bound):
             _one_way(call, async_finish, return_recv_hook)
             quantize = "" if not use_fp8 else "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32"
             engine, shape, rows = self._checked_few(x, topk_idx, most, num_experts, stats, quantize)
-            if key is not None:
-                self._engines.remember(key, engine, shape)
+            remember(self._engines.few, key, (engine, shape))
             send = partial(engine.send_few, shape, rows, topk_idx, return_recv_hook, True)
             if async_finish:
                 sent, event = self._streams.run(engine.device, None, True, (x, topk_idx, stats), partial(_added, send, stats))
