@@ -29,6 +29,7 @@ type step struct {
 	Run     string   `json:"run,omitempty"`
 	Short   bool     `json:"short,omitempty"`
 	Under   string   `json:"under,omitempty"`
+	GPUs    int      `json:"gpus,omitempty"` // the fewest: ranks that share one wait for each other under the tool
 	Silence float64  `json:"silence,omitempty"`
 	Beside  bool     `json:"beside,omitempty"`
 	Seconds float64  `json:"seconds"`
@@ -183,6 +184,9 @@ func TestWhatDoesNotRun(t *testing.T) {
 	good, out, _ = play(t, []step{{Name: "empty", Package: "empty", Seconds: 60}}, map[string]string{"empty": ""})
 	require.False(t, good)
 	require.Regexp(t, `(?m)^empty +0 passed +0 skipped +0 failed +\d+ s  no test ran$`, out)
+	good, out, _ = play(t, []step{{Name: "many", Package: "other", GPUs: 1 << 20, Seconds: 60}}, tests)
+	require.False(t, good)
+	require.Regexp(t, `(?m)^many +0 passed +0 skipped +0 failed +0 s  needs 1048576 GPUs$`, out)
 	good, out, _ = play(t, []step{{Name: "sanitizer", Package: "other", Under: "memcheck", Seconds: 60}}, tests)
 	if _, err := exec.LookPath("compute-sanitizer"); err != nil {
 		require.False(t, good)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -77,6 +78,8 @@ class Step:
         """Why the step cannot run here."""
         if "under" in self.spec and sanitizer() is None:
             return "there is no compute-sanitizer"
+        if len(gpus()) < (fewest := self.spec.get("gpus", 0)):
+            return f"needs {fewest} GPUs"
         return ""
 
     def command(self, done: list[str]) -> list[str]:
@@ -245,13 +248,18 @@ def unpack() -> None:
     ready.touch()
 
 
-def machine() -> str:
+@functools.cache
+def gpus() -> list[str]:
+    """The name and driver of each GPU."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        gpus = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.split("\n")[:-1]
-    except (OSError, subprocess.SubprocessError) as err:
-        return f"no GPUs: {err}"
-    return f"{len(gpus)} x {gpus[0]}, {os.cpu_count()} cores" if gpus else "no GPUs"
+        return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True, timeout=60).stdout.split("\n")[:-1]
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+def machine() -> str:
+    return f"{len(gpus())} x {gpus()[0]}, {os.cpu_count()} cores" if gpus() else "no GPUs"
 
 
 def main() -> int:
