@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Optional
 
 import switchyard
@@ -283,41 +284,24 @@ class Engine:
             self._reads.mark()
         return got, routing, counts
 
-    def combine_slab(self, x: Tensor, routing: LentRouting, weights: Tensor, first: bool, out: Optional[Tensor]) -> Any:
-        """The sums of weight times row over the experts of each token, or the first half; weights [tokens, top_k] are this
-        rank's."""
-        live = self._alive(routing, x.dtype)
-        by, got = live.made.dispatcher, live.got
-        try:
-            made = bring(by, x, got, token_weights=weights, out=out, async_op=first)
-        except errors.Error as error:
-            earlier(error)
-            made = bring(by, x, got, token_weights=weights, out=out, async_op=first)
-        self.pool.calls = live.made.used = self.pool.calls + 1
-        if self._reads.several:
-            self._reads.mark()
-        return made
-
-    def combine_usual(
-        self, x: Tensor, routing: LentRouting, weights: Tensor, first: bool, out: Optional[Tensor]
+    def combine_few(
+        self, x: Tensor, routing: LentRouting, weights: Tensor, first: bool, out: Optional[Tensor], checked: bool
     ) -> Any:
-        """The same of as many rows as there is room for, if nothing else about the call is unusual, which nobody has looked at.
-        Else nothing has happened."""
-        live = routing.live
-        operated = None if live is None else live.made.dispatcher._operated
-        if operated is None or (routing.version >= 0 and routing.theirs._version != routing.version):
+        """The sums of weight times row over the experts of each token, or the first half; weights [tokens, top_k] are this
+        rank's. Where nobody has checked more than how many rows there are, it is None if anything about the call is unusual,
+        and nothing has happened."""
+        live = self._alive(routing, x.dtype) if checked else self._usual(routing)
+        if live is None:
             return None
-        made = live.made  # type: ignore[union-attr]
-        if self._cuda and raw_stream(self.device.index) != self._reads.raw:
-            self._reads.follow()
-        if made.ring[-1] is not live:
-            self._last(live)  # type: ignore[arg-type]
-        call = x, live.got, -1, OF_TOKENS, weights, False, out, first  # type: ignore[union-attr]
+        made, operated = live.made, live.made.dispatcher._operated
+        call: Any = partial(bring, made.dispatcher, x, live.got, token_weights=weights, out=out, async_op=first)
+        if not checked:
+            call = partial(operated.bring, x, live.got, -1, OF_TOKENS, weights, False, out, first)
         try:
-            y = operated.bring(*call)
+            y = call()
         except errors.Error as error:
             earlier(error)
-            y = operated.bring(*call)
+            y = call()
         if y is None:
             return None
         self.pool.calls = made.used = self.pool.calls + 1
@@ -348,6 +332,17 @@ class Engine:
         """Have a lent result be the last that a call takes."""
         live.made.ring.remove(live)
         live.made.ring.append(live)
+
+    def _usual(self, routing: LentRouting) -> Optional[Live]:
+        """The lent output of a routing whose choices are as they were, if operators combine by it."""
+        live = routing.live
+        if live is None or live.made.dispatcher._operated is None or routing.changed():
+            return None
+        if self._cuda and raw_stream(self.device.index) != self._reads.raw:
+            self._reads.follow()
+        if live.made.ring[-1] is not live:
+            self._last(live)
+        return live
 
     def _alive(self, routing: LentRouting, dtype: torch.dtype) -> Live:
         """An output that goes by the routing of a slab: of its dispatch, for the kept routing, or of empty rows that go its

@@ -173,7 +173,7 @@ class FewTokens(Bound):
         if not async_finish and topk_idx is routing.theirs and self._engines.own.get(engine.device) is engine:
             want = (shape.experts // size, size * shape.tokens, shape.hidden)
             if type(x) is Tensor and type(topk_weights) is Tensor and x.shape == want:
-                made = engine.combine_usual(x, routing, topk_weights, return_recv_hook, out)
+                made = engine.combine_few(x, routing, topk_weights, return_recv_hook, out, False)
         if made is not None:
             if return_recv_hook:
                 return made._result, EventOverlap(), partial(_receive, engine, made, made._result)
@@ -183,11 +183,11 @@ class FewTokens(Bound):
             result = rows.new_empty(routing.tokens, rows.shape[-1]) if out is None else out
             if out is None:
                 into = result
-            combining = engine.combine_slab(rows, routing, weights, True, into)
+            combining = engine.combine_few(rows, routing, weights, True, into, True)
             return result, EventOverlap(), partial(_receive, engine, combining, result)
 
         def whole() -> Tensor:
-            made: Tensor = engine.combine_slab(rows, routing, weights, False, into)
+            made: Tensor = engine.combine_few(rows, routing, weights, False, into, True)
             return made if out is None or made is out else out.copy_(made)
 
         if not async_finish:
