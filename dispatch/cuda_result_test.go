@@ -15,13 +15,14 @@ import (
 // for fewer rows than come.
 func TestCUDA_ResultsAreTakenBesideTheirDispatch(t *testing.T) {
 	for _, layout := range layouts {
-		for _, n := range []int{1, 2, 3} {
-			t.Run(fmt.Sprintf("%v, %d ranks", layout, n), func(t *testing.T) {
+		for i := range 6 {
+			n, few, most := 1+i/2, i%2 == 1, []int{600, 40}[i%2]
+			t.Run(fmt.Sprintf("%v, %d ranks, few: %v", layout, n, few), func(t *testing.T) {
 				gpus(t, n, func(r *rank) {
 					rng := rand.New(rand.NewPCG(9, uint64(layout)))
 					o := dispatch.Options{
-						Experts: 6, TopK: 3, Hidden: 512, MaxTokens: 600, Layout: layout, DType: kernels.BFloat16, Quantize: true, Sources: true,
-						RowWeights: layout != dispatch.TokenMajor && layout != dispatch.RankPadded,
+						Experts: 6, TopK: 3, Hidden: 512, MaxTokens: most, Layout: layout, DType: kernels.BFloat16, Quantize: true, Sources: true,
+						LowLatency: few, RowWeights: layout != dispatch.TokenMajor && layout != dispatch.RankPadded,
 					}
 					if layout == dispatch.Padded {
 						o.Capacity = o.MaxTokens * n * o.TopK
@@ -33,8 +34,14 @@ func TestCUDA_ResultsAreTakenBesideTheirDispatch(t *testing.T) {
 						s.h.Release()
 						r.gpu.reuse()
 						s.b = randomBatch(rng, o, n, i == 3)
-						s.dispatchTo(st, rng.IntN(d.MaxRows()+2))
-						s.checkRows()
+						length := rng.IntN(d.MaxRows() + 2)
+						if i%2 == 0 {
+							length = d.MaxRows()
+						}
+						s.dispatchTo(st, length)
+						if !few || i%2 == 0 {
+							s.checkRows()
+						}
 					}
 					s.h.Release()
 					require.NoError(r, d.Close(r.Ctx))

@@ -127,9 +127,7 @@ func graphOptions(n int) map[string]dispatch.Options {
 		}
 		all[l.String()] = o
 		o.MaxTokens, o.LowLatency, o.Handles = 20, true, 3
-		if l != dispatch.TokenMajor {
-			all[l.String()+", few"] = o
-		}
+		all[l.String()+", few"] = o
 	}
 	return all
 }
@@ -276,7 +274,7 @@ func TestCUDA_TwoMicroBatchesInFlight(t *testing.T) {
 	if testing.Short() {
 		rounds = 500
 	}
-	for _, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.Slab} {
+	for _, layout := range []dispatch.Layout{dispatch.RankPadded, dispatch.TokenMajor, dispatch.Slab} {
 		t.Run(layout.String(), func(t *testing.T) {
 			gpus(t, 2, func(r *rank) {
 				o := dispatch.Options{
@@ -388,8 +386,10 @@ func TestCUDA_RefusedDispatchesAreErrorsOnEveryRank(t *testing.T) {
 		"padded":             {o: dispatch.Options{Layout: dispatch.Padded, Capacity: 15, Placement: spread}, check: overflow(dispatch.OverflowError{Rank: 1, Expert: 3, Rows: 16, Limit: 15})},
 		"flat":               {o: dispatch.Options{Align: 2, MaxRows: 15}, check: overflow(dispatch.OverflowError{Rank: 0, Expert: -1, Rows: 16, Limit: 15})},
 		"token":              {o: dispatch.Options{Layout: dispatch.TokenMajor, MaxRows: 15}, idx: oneRank, check: overflow(dispatch.OverflowError{Rank: 0, Expert: -1, Rows: 16, Limit: 15})},
+		"token, few":         {o: dispatch.Options{Layout: dispatch.TokenMajor, MaxRows: 15, LowLatency: true}, idx: oneRank, check: overflow(dispatch.OverflowError{Rank: 0, Expert: -1, Rows: 16, Limit: 15})},
 		"index":              {o: dispatch.Options{}, idx: broken, check: index},
 		"index, token-major": {o: dispatch.Options{Layout: dispatch.TokenMajor}, idx: broken, check: index},
+		"index, token, few":  {o: dispatch.Options{Layout: dispatch.TokenMajor, LowLatency: true}, idx: broken, check: index},
 		"index, few":         {o: dispatch.Options{Layout: dispatch.RankPadded, LowLatency: true}, idx: broken, check: index},
 		"index, slab":        {o: dispatch.Options{Layout: dispatch.Slab, LowLatency: true}, idx: broken, check: index},
 	}
@@ -433,7 +433,7 @@ func TestCUDA_RefusedDispatchesAreErrorsOnEveryRank(t *testing.T) {
 // An error of an index of 64 bits has all of them.
 func TestCUDA_AnIndexThatIsNoExpertIsNamedWhole(t *testing.T) {
 	for name, o := range map[string]dispatch.Options{
-		"many": {}, "token-major": {Layout: dispatch.TokenMajor},
+		"many": {}, "token-major": {Layout: dispatch.TokenMajor}, "token-major, few": {Layout: dispatch.TokenMajor, LowLatency: true},
 		"few": {Layout: dispatch.RankPadded, LowLatency: true}, "slab": {Layout: dispatch.Slab, LowLatency: true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -494,6 +494,7 @@ func works(r *rank, d *dispatch.Dispatcher, s device.Stream, l dispatch.Layout) 
 func TestCUDA_F3_ResultsOfADispatchThatFailedAreNone(t *testing.T) {
 	for name, o := range map[string]dispatch.Options{
 		"many": {Layout: dispatch.TokenMajor}, "few": {Layout: dispatch.RankPadded, LowLatency: true},
+		"few, token-major": {Layout: dispatch.TokenMajor, LowLatency: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			gpus(t, 2, func(r *rank) {
@@ -606,6 +607,7 @@ func TestCUDA_F1_AHungRankIsNamed(t *testing.T) {
 	const timeout = 300 * time.Millisecond
 	for name, o := range map[string]dispatch.Options{
 		"flat": {}, "token-major": {Layout: dispatch.TokenMajor}, "few": {Layout: dispatch.RankPadded, LowLatency: true}, "slab": {Layout: dispatch.Slab, LowLatency: true},
+		"few, token-major": {Layout: dispatch.TokenMajor, LowLatency: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			o.Timeout = timeout

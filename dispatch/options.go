@@ -142,8 +142,8 @@ type Options struct {
 	// MoE layer, inference one or two.
 	Handles int
 	// LowLatency takes kernels for few tokens on GPUs, one each way. They need MaxTokens of at most 1024, at most 1024 expert slots (fewer in
-	// expert-major layouts, whose tables share memory with the tokens' choices: 928 with 256 tokens and TopK 8, 352 with 1024), a layout other than
-	// TokenMajor, and for rows that are quantised a scale for each 128 elements. With other options it changes nothing.
+	// expert-major layouts, whose tables share memory with the tokens' choices: 928 with 256 tokens and TopK 8, 352 with 1024), and for rows that
+	// are quantised a scale for each 128 elements. With other options it changes nothing.
 	// Calls of 1024 tokens are slower so: on 2 H200 a pair by rank takes 126 us, with the other kernels 98.
 	LowLatency bool
 	// Sources makes dispatches fill Handle.Sources. RowWeights makes them fill Handle.Weights, which token-major layouts always have.
@@ -176,7 +176,7 @@ type Options struct {
 	// with this rank's tokens, in place of the numbers above, and never more than all but 36. nil is the table of the package, for 2 and 4
 	// ranks. Ranks may have different ones. The numbers above hold where a table has no curves for the call: for another number of ranks,
 	// more tokens than were measured, rows by expert without LowLatency, CombineBackward, and Handle.CopyTo. They also hold for a TokenMajor
-	// dispatch whose rows a copy takes as they come (Tokens.Taken, Dispatcher.DispatchTo), which shares the GPU with the copy.
+	// dispatch without LowLatency whose rows a copy takes as they come (Tokens.Taken, Dispatcher.DispatchTo), which shares the GPU with the copy.
 	Table *Table
 	// Timeout bounds every wait for a peer; default 30 s. After it an error names the peer.
 	// On the host a peer that moves bytes of the communicator's calls is not silent.

@@ -139,7 +139,8 @@ func TestCallsTakeTheMultiprocessorsOfTheTable(t *testing.T) {
 			{dispatch.RankPadded, 256, 16, 0, goodTable(), []int{16, 16, 24 + 1 + 96}},
 			{dispatch.RankPadded, 256, 16, 30, goodTable(), []int{30, 30, 30 + 1 + 30}},
 			{dispatch.Slab, 256, 64, 0, goodTable(), []int{40, 40, 24 + 1 + 132}},
-			{dispatch.TokenMajor, 256, 64, 0, goodTable(), []int{20, 20, 24 + 1 + 96}},
+			{dispatch.TokenMajor, 256, 64, 0, goodTable(), []int{48, 48, 24 + 1 + 96}},
+			{dispatch.TokenMajor, 2048, 64, 0, goodTable(), []int{20, 20, 24 + 1 + 96}},
 			{dispatch.RankPadded, 2048, 64, 0, goodTable(), []int{20, 20, 24 + 1 + 96}},
 		} {
 			d := open(c.layout, c.most, c.sms, c.table)
@@ -158,7 +159,7 @@ func TestCallsTakeTheMultiprocessorsOfTheTable(t *testing.T) {
 		require.ErrorContains(r, err, "with -1 multiprocessors")
 		to := dispatch.Result{}
 		copied := func(table *dispatch.Table) int {
-			d := open(dispatch.TokenMajor, 256, 0, table)
+			d := open(dispatch.TokenMajor, 2048, 0, table)
 			return blocks(func() error {
 				h, _, err := d.DispatchTo(stream, batch(64), to)
 				if err == nil {

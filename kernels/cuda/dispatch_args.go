@@ -67,7 +67,7 @@ type dispatchBlock struct {
 	begins       place // [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call
 	dones        place // [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there
 	slotCounts   place // [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch
-	rankTotals   place // [size][size]: rows of each rank for each rank, as above
+	rankTotals   place // [2][size][size]: rows of each rank for each rank, as above
 	blockCounts  place // [blocks][size]: rows of this rank's blocks for each rank, as above
 	blockSlots   place // [blocks][slots]: choices of this rank's blocks for each slot, as above
 	made         place // [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows
@@ -85,8 +85,9 @@ type dispatchBlock struct {
 	end          place // the offset behind the block
 }
 
-// layDispatchBlock lays the block out from offset on.
-func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, noteStride, packetStride int64) (b dispatchBlock) {
+// layDispatchBlock lays the block out from offset on. staged is how many rows it has a source for, spread the same of what is next to rows on their
+// way to rows by expert.
+func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, spread, noteStride, packetStride int64) (b dispatchBlock) {
 	at := offset
 	b.noteStride, b.packetStride = noteStride, packetStride
 	b.control, at = at, at+controlAlign
@@ -94,7 +95,7 @@ func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, noteStride, 
 	b.begins, at = at, at+2*size*lineBytes
 	b.dones, at = at, kernels.AlignUp(at+2*size*dispatchMaxBlocks*16, kernels.LineBytes)
 	b.slotCounts, at = at, kernels.AlignUp(at+2*size*slots*8, kernels.LineBytes)
-	b.rankTotals, at = at, kernels.AlignUp(at+size*size*8, kernels.LineBytes)
+	b.rankTotals, at = at, kernels.AlignUp(at+2*size*size*8, kernels.LineBytes)
 	b.blockCounts, at = at, kernels.AlignUp(at+dispatchMaxBlocks*size*8, kernels.LineBytes)
 	b.blockSlots, at = at, kernels.AlignUp(at+dispatchMaxBlocks*slots*8, kernels.LineBytes)
 	windows := (maxTokens+1<<dispatchWindow-1)>>dispatchWindow + 1 // a rank's rows may begin in the middle of one
@@ -103,9 +104,9 @@ func layDispatchBlock(offset, size, slots, maxTokens, topK, staged, noteStride, 
 	b.arrived, at = at, kernels.AlignUp(at+size*4, kernels.LineBytes)
 	b.places, at = at, kernels.AlignUp(at+maxTokens*size*4, kernels.LineBytes)
 	b.who, at = at, kernels.AlignUp(at+maxTokens*topK*4, kernels.LineBytes)
-	b.spread, at = at, kernels.AlignUp(at+staged*topK*4, kernels.LineBytes)
-	b.indices, at = at, kernels.AlignUp(at+staged*topK*8, kernels.LineBytes)
-	b.weights, at = at, kernels.AlignUp(at+staged*topK*4, kernels.LineBytes)
+	b.spread, at = at, kernels.AlignUp(at+spread*topK*4, kernels.LineBytes)
+	b.indices, at = at, kernels.AlignUp(at+spread*topK*8, kernels.LineBytes)
+	b.weights, at = at, kernels.AlignUp(at+spread*topK*4, kernels.LineBytes)
 	b.sources, at = at, kernels.AlignUp(at+staged*8, kernels.LineBytes)
 	b.wiped, at = at, kernels.AlignUp(at+controlAlign, kernels.LineBytes)
 	b.notes, at = at, kernels.AlignUp(at+2*size*maxTokens*b.noteStride, kernels.LineBytes)
@@ -157,6 +158,7 @@ type dispatchRowsWords struct {
 	offsets    uint64 `c:"uint32_t *"`
 	rankCounts uint64 `c:"uint32_t *"`
 	most       int64  // rows of an output, or of what a combine of few tokens is given
+	room       int64  // rows that a dispatch of few tokens writes at most: those behind are left out
 	align      int64
 	capacity   int64 // 0: an expert's rows follow those of the one before
 }

@@ -65,6 +65,9 @@ func (x *dispatches) addCombine(p *port, c *kernels.Combine) error {
 		}
 	}
 	if x.few() {
+		if l.compact() {
+			a.mode |= dispatchCompact
+		}
 		a.sum.fromRows, a.out.most = 0, c.Rows.Bytes/int64(a.rowBytes)
 		l.launch(l.fewSums(c.Weighting == kernels.TokenWeights), &a, l.fewBlocks(), dispatchFewSumThreads, 0)
 		return nil

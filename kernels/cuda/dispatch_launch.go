@@ -68,7 +68,7 @@ func (x *dispatches) call(p *port, c *kernels.DispatchCall) (l dispatchCall, err
 		out: dispatchRowsWords{
 			rows: uint64(h.Rows.Ptr), scales: uint64(h.Scales.Ptr), weights: addressOf(&h.Weights), sources: addressOf(&h.Sources),
 			counts: uint64(h.Counts.Ptr), offsets: uint64(h.Offsets.Ptr), rankCounts: uint64(h.RankCounts.Ptr),
-			most: m.Rows, align: max(m.Align, 1), capacity: m.Capacity,
+			most: m.Rows, room: m.Rows, align: max(m.Align, 1), capacity: m.Capacity,
 		},
 	}
 	for i, n := range m.First {
@@ -115,7 +115,9 @@ func (l *dispatchCall) taking() int {
 }
 
 // takesBeside reports whether a copy that belongs to the call takes rows as they come. The place of a block's first row crosses in 24 bits.
-func (l *dispatchCall) takesBeside() bool { return l.compact() && l.overlaps() && l.m.Rows < 1<<24 }
+func (l *dispatchCall) takesBeside() bool {
+	return l.compact() && !l.few() && l.overlaps() && l.m.Rows < 1<<24
+}
 
 // compact reports whether rows of one rank follow those of the one before without gaps.
 func (l *dispatchCall) compact() bool { return l.m.Layout == kernels.TokenRows }
@@ -244,22 +246,14 @@ func (l *dispatchCall) toStaging(a *dispatchArgs) {
 	a.send.toIndices, a.send.toWeights, a.send.toSources = uint64(a.state.indices), uint64(a.state.weights), uint64(a.state.sources)
 }
 
+// addDispatch appends the kernels of a dispatch, and of the copy that belongs to it.
 func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
-	beside, err := x.addTokens(p, d)
-	if err != nil || d.Into == nil || beside {
-		return err
-	}
-	return x.addResults(p, d.Into)
-}
-
-// addTokens appends the kernels of a dispatch, and reports whether they are also those of the copy that belongs to it.
-func (x *dispatches) addTokens(p *port, d *kernels.Dispatch) (beside bool, _ error) {
 	l, err := x.call(p, &d.DispatchCall)
 	if err == nil {
 		err = aligned(d.Op, &d.X)
 	}
 	if err != nil {
-		return false, err
+		return err
 	}
 	m, h, a := x.m, l.h, l.base
 	a.rowBytes, a.wireBytes, a.scaleWords = uint32(m.TokenBytes()), uint32(m.RowBytes()), uint32(m.ScaleWords())
@@ -305,20 +299,22 @@ func (x *dispatches) addTokens(p *port, d *kernels.Dispatch) (beside bool, _ err
 	}
 	switch {
 	case l.few():
-		l.dispatchFew(&a)
-		return false, nil
+		return l.dispatchFew(&a, d.Into)
 	case m.Layout.ByToken() && d.Phase&kernels.Send != 0:
 		if d.Into == nil || !l.takesBeside() {
-			return false, l.sendByToken(a, d.Taken && l.takesBeside())
+			if err := l.sendByToken(a, d.Taken && l.takesBeside()); err != nil {
+				return err
+			}
+			return x.addInto(p, d.Into, 0)
 		}
 		a.mode |= dispatchBeside
 		if err := l.send(a, m.Quantizes()); err != nil {
-			return false, err
+			return err
 		}
-		return true, l.takeResults(&a, d.Into)
+		return l.takeResults(&a, d.Into)
 	case m.Layout.ByToken():
 		l.launch(x.k.receive, &a, 1, dispatchThreads, 0)
-		return false, nil
+		return x.addInto(p, d.Into, 0)
 	}
 	blocks := l.blocks(dispatchMaxBlocks)
 	if l.overlaps() {
@@ -329,17 +325,41 @@ func (x *dispatches) addTokens(p *port, d *kernels.Dispatch) (beside bool, _ err
 		s := a
 		s.mode &^= dispatchReceive | dispatchColumns // in staging they lie row by row
 		if err := l.send(s, m.Quantizes()); err != nil {
-			return false, err
+			return err
 		}
 	}
 	if d.Phase&kernels.Receive != 0 {
 		l.take(a, blocks)
 	}
-	return false, nil
+	return x.addInto(p, d.Into, 0)
+}
+
+// addInto appends the copy that belongs to a dispatch, where it has one, as addCopy does.
+func (x *dispatches) addInto(p *port, r *kernels.Results, others int) error {
+	if r == nil {
+		return nil
+	}
+	return x.addCopy(p, r, others)
+}
+
+// straight has a dispatch of few tokens put its rows by token where the caller wants a copy of them, and returns what is left to copy: no peer
+// writes rows of few tokens.
+func (l *dispatchCall) straight(a *dispatchArgs, r *kernels.Results) *kernels.Results {
+	if r == nil || r.Count == 0 || !l.m.Layout.ByToken() {
+		return r
+	}
+	part := &r.Parts[0]
+	if !part.Rows || part.To.Ptr%16 != 0 {
+		return r
+	}
+	a.out.rows, a.out.room = uint64(part.To.Ptr), min(l.m.Rows, part.To.Bytes/int64(a.wireBytes))
+	left := *r
+	left.Count = copy(left.Parts[:], r.Parts[1:r.Count])
+	return &left
 }
 
 // dispatchFew appends the kernel of a dispatch of few tokens, or of its halves.
-func (l *dispatchCall) dispatchFew(a *dispatchArgs) {
+func (l *dispatchCall) dispatchFew(a *dispatchArgs, into *kernels.Results) error {
 	k := &l.k.few[l.order()]
 	if l.m.Masks {
 		k = &l.masked.few[l.order()]
@@ -348,7 +368,9 @@ func (l *dispatchCall) dispatchFew(a *dispatchArgs) {
 	if l.m.Quantizes() {
 		f = k.float8[numberKind(l.m.TokenType)]
 	}
-	l.launch(f, a, l.fewBlocks(), dispatchFewThreads, int(l.fewShared()))
+	into, blocks := l.straight(a, into), l.fewBlocks()
+	l.launch(f, a, blocks, dispatchFewThreads, int(l.fewShared()))
+	return l.addInto(l.p, into, blocks)
 }
 
 // order is 0 where rows are by token, 1 where they are by expert.

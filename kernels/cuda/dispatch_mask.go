@@ -26,7 +26,7 @@ func (x *dispatches) maskable() error {
 	switch m := x.m; {
 	case !m.Masks:
 		return nil
-	case !x.few():
+	case !x.few() || m.Layout == kernels.TokenRows:
 		return fmt.Errorf("kernels: dispatch: Masks on a GPU needs LowLatency, and tokens and experts that are few enough for its kernels: at most %d tokens, %d slots, not layout %v", dispatchFewTokens, dispatchFewSlots, kernels.TokenRows)
 	case len(m.Handles) > 1:
 		return fmt.Errorf("kernels: dispatch: Masks on a GPU is for one handle, there are %d", len(m.Handles))

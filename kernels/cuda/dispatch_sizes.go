@@ -15,17 +15,22 @@ func (x *dispatches) staged() int64 { return int64(x.m.Ranks) * int64(x.m.MaxTok
 
 func (x *dispatches) block(offset int64) dispatchBlock {
 	m := x.m
-	notes, packets := int64(0), int64(0)
+	notes, packets, staged, spread := int64(0), int64(0), x.staged(), x.staged()
 	if x.few() {
 		notes, packets = x.noteBytes(), x.packetBytes()
+	} else if m.Layout.ByToken() {
+		staged = 0
 	}
-	return layDispatchBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MaxTokens), int64(m.TopK), x.staged(), notes, packets)
+	if m.Layout.ByToken() {
+		spread = 0
+	}
+	return layDispatchBlock(offset, int64(m.Ranks), int64(m.Slots()), int64(m.MaxTokens), int64(m.TopK), staged, spread, notes, packets)
 }
 
 // few reports whether tokens and what is made of them cross by the kernels for few.
 func (x *dispatches) few() bool {
 	m := x.m
-	return m.LowLatency && m.MaxTokens <= dispatchFewTokens && m.Slots() <= dispatchFewSlots && m.Layout != kernels.TokenRows &&
+	return m.LowLatency && m.MaxTokens <= dispatchFewTokens && m.Slots() <= dispatchFewSlots &&
 		(!m.Quantizes() || m.Scales.Block == 128) && x.fewShared() <= dispatchFewShared
 }
 

@@ -162,7 +162,7 @@ func TestDefaultBlocksOfADispatch(t *testing.T) {
 		}
 		l, err := e.Layout(m)
 		require.NoError(t, err)
-		require.Equal(t, tokens <= 1024 && layout != kernels.TokenRows, l.LowLatency)
+		require.Equal(t, tokens <= 1024, l.LowLatency)
 		p, err := e.Open(m, kernels.HeaderBytes)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, p.Close()) }()

@@ -5,18 +5,9 @@
 // A dispatch that this rank has given up brought no row: a routing is then one of tokens that went nowhere, and not
 // what the memory happened to hold.
 #include "dispatch/signals.cuh"
-#include "tiles.cuh"
+#include "result_parts.cuh"
 
 namespace sw {
-
-// The bytes of each column that are copied.
-__device__ __forceinline__ u64 copied(const sw_result_part &p, bool failed, u64 came)
-{
-	if (p.row == 0)
-		return failed && p.fills != 0 ? 0 : p.bytes;
-	u64 bytes = came * p.row;
-	return bytes < p.bytes ? bytes : p.bytes;
-}
 
 // Copies a stretch of memory, by a warp.
 __device__ __forceinline__ void copy_stretch(u64 to, u64 from, u64 bytes)
@@ -28,37 +19,6 @@ __device__ __forceinline__ void copy_stretch(u64 to, u64 from, u64 bytes)
 	for (i64 k = 0; all.has(k); k++) {
 		t.load(all.src + all.begin(k), all.length(k));
 		t.store(to + all.begin(k));
-	}
-}
-
-// Copies parts but for the first, which were taken, and writes what is behind the last row of all. All threads of the
-// grid, when the dispatch has ended. The tiles of all parts are spread over warps together, for most parts have one.
-__device__ __forceinline__ void copy_parts(const sw_result_args &a, u32 taken)
-{
-	bool failed = a.fault == 0 || load32_relaxed_gpu(a.fault) != SW_FAULT_NONE;
-	u64 came = failed ? 0 : load32_relaxed_gpu(a.rows);
-	u32 thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x, warps = threads / 32,
-	    next = thread / 32; // the tile of a part, or of those behind it, that is this warp's next
-	tile t;
-	t.lane = threadIdx.x & 31;
-#pragma unroll 1
-	for (u32 i = 0; i < a.count; i++) {
-		const sw_result_part &p = a.parts[i];
-		u64 n = copied(p, failed, came);
-#pragma unroll 1
-		for (u32 c = 0; c < p.columns; c++) {
-			u64 to = p.to + c * p.bytes;
-			tiles all{p.from + c * p.pitch, static_cast<i64>(i < taken ? 0 : n)};
-			u32 count = all.bytes == 0 ? 0 : all.count();
-#pragma unroll 1
-			for (; next < count; next += warps) {
-				t.load(all.src + all.begin(next), all.length(next));
-				t.store(to + all.begin(next));
-			}
-			next -= count;
-			for (u64 at = n + 4ull * thread; p.fills != 0 && at < p.bytes; at += 4ull * threads)
-				*reinterpret_cast<u32 *>(to + at) = p.behind;
-		}
 	}
 }
 
@@ -169,7 +129,11 @@ struct rows_taker {
 extern "C" __global__ void __launch_bounds__(SW_RESULT_THREADS) copy_results(const __grid_constant__ sw_result_args a)
 {
 	using namespace sw;
-	copy_parts(a, 0);
+	SW_SHARED(parts_board, b);
+	parts_copier c(a, 0, b);
+	await_stream();
+	release_stream(); // what comes behind takes no room while the dispatch runs
+	c.run(a);
 }
 
 // Rows as they come, and everything else behind the dispatch, which runs in front of it. This kernel counts the call,
@@ -179,6 +143,8 @@ extern "C" __global__ void __launch_bounds__(SW_TAKE_RESULT_THREADS, 1)
 {
 	using namespace sw;
 	SW_SHARED(results_board, b);
+	SW_SHARED(parts_board, parts);
+	parts_copier c(t.results, t.taken, parts);
 	bool told = (t.call.mode & SW_DISPATCH_TOLD) != 0;
 	call now = call::look(t.call.world);
 	u64 epoch = told ? now.begun() : now.epoch();
@@ -189,5 +155,5 @@ extern "C" __global__ void __launch_bounds__(SW_TAKE_RESULT_THREADS, 1)
 		rows_taker{t, b, epoch}.run();
 	release_stream();
 	await_stream();
-	copy_parts(t.results, t.taken);
+	c.run(t.results);
 }

@@ -9,7 +9,11 @@ import (
 )
 
 // addResults appends the copy of what a dispatch has left. It begins when all before it on the stream has ended, or while the dispatch runs.
-func (x *dispatches) addResults(p *port, r *kernels.Results) error {
+func (x *dispatches) addResults(p *port, r *kernels.Results) error { return x.addCopy(p, r, 0) }
+
+// addCopy is addResults. The kernel is set up while the one in front of it runs if there is room for its blocks next to that many of the
+// other; 0: it waits.
+func (x *dispatches) addCopy(p *port, r *kernels.Results, others int) error {
 	l, err := x.call(p, &kernels.DispatchCall{Op: kernels.OpDispatch, Handle: r.Handle, Tokens: r.Tokens, Blocks: r.Blocks, Phase: kernels.Both})
 	if err != nil {
 		return err
@@ -18,7 +22,7 @@ func (x *dispatches) addResults(p *port, r *kernels.Results) error {
 		l.base.mode |= dispatchTold // a kernel in front has counted the call
 		return l.takeResults(&l.base, r)
 	}
-	a, bytes, err := x.results(p, r)
+	a, tiles, err := x.results(p, r)
 	if err != nil {
 		return err
 	}
@@ -26,10 +30,14 @@ func (x *dispatches) addResults(p *port, r *kernels.Results) error {
 	if r.Blocks > 0 {
 		blocks = min(r.Blocks, x.k.blocks)
 	}
-	const each = resultThreads / 32 * tileBytes // a tile for each warp
+	const each = resultThreads / 32 // a tile for each warp
+	blocks = max(1, int(min(int64(blocks), (tiles+each-1)/each)))
+	var flags cuda.LaunchFlags
+	if others > 0 && others+blocks <= x.k.blocks {
+		flags = p.e.flags
+	}
 	p.batch.Launch(0, cuda.Launch{
-		Function: x.k.results, Grid: [3]uint32{uint32(max(1, min(int64(blocks), (bytes+each-1)/each))), 1, 1},
-		Block: [3]uint32{resultThreads, 1, 1}, Args: cuda.BytesOf(&a),
+		Function: x.k.results, Grid: [3]uint32{uint32(blocks), 1, 1}, Block: [3]uint32{resultThreads, 1, 1}, Flags: flags, Args: cuda.BytesOf(&a),
 	})
 	return nil
 }
@@ -57,8 +65,8 @@ func (l *dispatchCall) takeResults(call *dispatchArgs, r *kernels.Results) error
 	return nil
 }
 
-// results are the arguments of a copy, and the bytes that it writes.
-func (x *dispatches) results(p *port, r *kernels.Results) (a resultArgs, bytes int64, err error) {
+// results are the arguments of a copy, and how many tiles it has at most.
+func (x *dispatches) results(p *port, r *kernels.Results) (a resultArgs, tiles int64, err error) {
 	if r.Handle < 0 || r.Handle >= len(x.m.Handles) {
 		return a, 0, fmt.Errorf("kernels: results: handle %d of %d", r.Handle, len(x.m.Handles))
 	}
@@ -86,9 +94,12 @@ func (x *dispatches) results(p *port, r *kernels.Results) (a resultArgs, bytes i
 			part.behind = math.MaxUint32
 		}
 		a.add(part)
-		bytes += from.To.Bytes
 	}
-	return a, bytes, nil
+	for i := range a.parts[:a.count] {
+		part := &a.parts[i]
+		tiles += int64(part.columns) * ((int64(part.bytes) + kernels.LineBytes - 1 + tileBytes - 1) / tileBytes)
+	}
+	return a, tiles, nil
 }
 
 func (a *resultArgs) add(p resultPart) {

@@ -168,6 +168,7 @@ class Rank:
         dispatcher = switchyard.Dispatcher(
             a.experts, a.top_k, a.hidden, max_tokens=count, dtype=sent.dtype, combine_dtype=self.type, layout="token_major",
             sources=True, handles=2, host_counts=self.cuda, scale_format="float32", group=dist.group.WORLD, device=self.device,
+            low_latency=count <= 256,
         )  # fmt: skip
         back = torch.randn(dispatcher.max_rows, a.hidden, device=self.device).to(self.type)
         name = f"{count} tokens {'fp8' if float8 else 'bf16'}"

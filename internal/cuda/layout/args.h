@@ -260,7 +260,7 @@ struct sw_dispatch_block {
 	uint64_t begins; /* [2][size] lines: {epoch, word} {epoch, place of rows}, what each rank says when it begins a call */
 	uint64_t dones; /* [2][size][blocks]: {epoch, word}, what each block of each rank says of the rows that are there */
 	uint64_t slot_counts; /* [2][size][slots]: rows of each rank for each slot, behind the low half of the epoch */
-	uint64_t rank_totals; /* [size][size]: rows of each rank for each rank, as above */
+	uint64_t rank_totals; /* [2][size][size]: rows of each rank for each rank, as above */
 	uint64_t block_counts; /* [blocks][size]: rows of this rank's blocks for each rank, as above */
 	uint64_t block_slots; /* [blocks][slots]: choices of this rank's blocks for each slot, as above */
 	uint64_t made; /* [size][windows]: the last epoch in which each rank has made the partial sums of a window of this rank's rows */
@@ -309,6 +309,7 @@ struct sw_dispatch_rows {
 	uint32_t *offsets;
 	uint32_t *rank_counts;
 	int64_t most; /* rows of an output, or of what a combine of few tokens is given */
+	int64_t room; /* rows that a dispatch of few tokens writes at most: those behind are left out */
 	int64_t align;
 	int64_t capacity; /* 0: an expert's rows follow those of the one before */
 };
@@ -506,8 +507,9 @@ static inline struct sw_point_block sw_lay_point_block(int64_t offset, int64_t s
 	return b;
 }
 
-/* Lays the block out from offset on. */
-static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int64_t size, int64_t slots, int64_t max_tokens, int64_t top_k, int64_t staged, int64_t note_stride, int64_t packet_stride)
+/* Lays the block out from offset on. staged is how many rows it has a source for, spread the same of what is next to rows on their
+ * way to rows by expert. */
+static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int64_t size, int64_t slots, int64_t max_tokens, int64_t top_k, int64_t staged, int64_t spread, int64_t note_stride, int64_t packet_stride)
 {
 	struct sw_dispatch_block b;
 	int64_t at = offset;
@@ -524,7 +526,7 @@ static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int
 	b.slot_counts = at;
 	at = (at + 2 * size * slots * 8 + 128 - 1) / 128 * 128;
 	b.rank_totals = at;
-	at = (at + size * size * 8 + 128 - 1) / 128 * 128;
+	at = (at + 2 * size * size * 8 + 128 - 1) / 128 * 128;
 	b.block_counts = at;
 	at = (at + SW_DISPATCH_MAX_BLOCKS * size * 8 + 128 - 1) / 128 * 128;
 	b.block_slots = at;
@@ -541,11 +543,11 @@ static inline struct sw_dispatch_block sw_lay_dispatch_block(int64_t offset, int
 	b.who = at;
 	at = (at + max_tokens * top_k * 4 + 128 - 1) / 128 * 128;
 	b.spread = at;
-	at = (at + staged * top_k * 4 + 128 - 1) / 128 * 128;
+	at = (at + spread * top_k * 4 + 128 - 1) / 128 * 128;
 	b.indices = at;
-	at = (at + staged * top_k * 8 + 128 - 1) / 128 * 128;
+	at = (at + spread * top_k * 8 + 128 - 1) / 128 * 128;
 	b.weights = at;
-	at = (at + staged * top_k * 4 + 128 - 1) / 128 * 128;
+	at = (at + spread * top_k * 4 + 128 - 1) / 128 * 128;
 	b.sources = at;
 	at = (at + staged * 8 + 128 - 1) / 128 * 128;
 	b.wiped = at;

@@ -157,6 +157,7 @@ func Of() map[string]int {
 		m["dispatch_rows.offsets"] = int(unsafe.Offsetof(s.offsets))
 		m["dispatch_rows.rank_counts"] = int(unsafe.Offsetof(s.rank_counts))
 		m["dispatch_rows.most"] = int(unsafe.Offsetof(s.most))
+		m["dispatch_rows.room"] = int(unsafe.Offsetof(s.room))
 		m["dispatch_rows.align"] = int(unsafe.Offsetof(s.align))
 		m["dispatch_rows.capacity"] = int(unsafe.Offsetof(s.capacity))
 	}

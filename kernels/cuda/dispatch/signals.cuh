@@ -3,11 +3,9 @@
 // early carry the low half of the call's number with them.
 //
 // All kernels of MoE dispatch call this. It touches the parts of struct sw_dispatch_block that are named so: begins and
-// dones by peers, and words that carry the call's number. A line has one writer. Lines and words of begins, dones and
-// counts of slots exist for even and odd calls: a rank may begin the next call while a peer still reads those of this
-// one, but not the call after, since it waits for every peer in every call. Rows of ranks for ranks exist once: a rank
-// tells those of a call behind await_room for all peers. By then each peer has begun the call, or a combine in front of
-// it, so its kernels of the dispatch before have ended, also the one that tells the host.
+// dones by peers, and words that carry the call's number. A line has one writer. Lines and words of begins, dones,
+// counts of slots and rows of ranks for ranks exist for even and odd calls: a rank may begin the next call while a peer
+// still reads those of this one, but not the call after, since it waits for every peer in every call.
 #pragma once
 
 #include "masks.cuh"
@@ -57,9 +55,10 @@ __device__ __forceinline__ u64 slot_count(const sw_dispatch_args &a, u32 dst, u3
 }
 
 // How many rows src has for dst, where a rank looks.
-__device__ __forceinline__ u64 rank_total(const sw_dispatch_args &a, u32 rank, u32 src, u32 dst)
+__device__ __forceinline__ u64 rank_total(const sw_dispatch_args &a, u32 rank, u32 src, u32 dst, u64 epoch)
 {
-	return segment(a.world, rank) + a.state.rank_totals + (static_cast<u64>(src) * a.world.size + dst) * 8;
+	return segment(a.world, rank) + a.state.rank_totals +
+	       (((epoch & 1) * a.world.size + src) * a.world.size + dst) * 8;
 }
 
 // Next to a number of rows of a block or rank: a choice of its tokens is no expert.
@@ -140,6 +139,37 @@ __device__ __forceinline__ bool await_number(const sw_dispatch_args &a, u64 plac
 {
 	u32 gone = 0;
 	return await_number(a, place, epoch, peer, n, gone);
+}
+
+// Calls f with each two ranks and how many rows the first has for the second, where some_wrong may be, too. The threads
+// of a block share them. False when a wait was given up.
+template <typename F> __device__ __forceinline__ bool each_rank_total(const sw_dispatch_args &a, u64 epoch, F f)
+{
+	u32 n = a.world.size;
+	bool good = true;
+#pragma unroll 1
+	for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
+		u32 src = i / n, d = i - src * n, rows;
+		if (await_number(a, rank_total(a, a.world.rank, src, d, epoch), epoch, src, rows))
+			f(src, d, rows);
+		else
+			good = false;
+	}
+	return good;
+}
+
+// Whether the rows for each rank fit outputs without gaps, which all ranks find alike. The first that do not are an
+// error of the call. One thread.
+__device__ __forceinline__ bool all_fit(const sw_dispatch_args &a, const u32 *total, u64 epoch)
+{
+#pragma unroll 1
+	for (u32 d = 0; d < a.world.size; d++)
+		if (total[d] > a.out.most) {
+			give_up(a.world, SW_FAULT_OVERFLOW, d, epoch, false, total[d], ~0ull,
+			        static_cast<u64>(a.out.most));
+			return false;
+		}
+	return true;
 }
 
 // Calls f with each rank and how many rows it has for a slot, in order: 0 for those that the call does without, and for

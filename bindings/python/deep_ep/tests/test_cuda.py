@@ -382,33 +382,35 @@ def test_a_pair_of_low_latency_launches_what_a_dispatcher_does(cuda):
     cuda.run(few_launches, timeout=60)
 
 
-def worst_launches(rank, size, second):
-    """A pair with a known length launches what a Dispatcher's does, and a kernel that takes the results: beside the dispatch,
-    where ranks have a GPU each."""
+def worst_launches(rank, size, second, tokens):
+    """A pair with a known length launches what a Dispatcher's does, and a kernel that takes the results: of many tokens beside
+    the dispatch, where ranks have a GPU each."""
     buffer = deep_ep.ElasticBuffer(dist.group.WORLD) if second else deep_ep.Buffer(dist.group.WORLD)
-    x, idx, weights = routing(rank, size, 24, 0, CUDA)
-    back, layout = torch.ones(24 * size, HIDDEN, device=CUDA), None if second else buffer.get_dispatch_layout(idx, 4 * size)
+    x, idx, weights = routing(rank, size, tokens, 0, CUDA)
+    back, layout = torch.ones(tokens * size, HIDDEN, device=CUDA), None if second else buffer.get_dispatch_layout(idx, 4 * size)
 
     def pair():
         if second:
             handle = buffer.dispatch(
-                x, idx, weights, num_experts=4 * size, num_max_tokens_per_rank=24, do_cpu_sync=False
+                x, idx, weights, num_experts=4 * size, num_max_tokens_per_rank=tokens, do_cpu_sync=False
             )[3]
         else:
             handle = buffer.dispatch(
                 x, topk_idx=idx, topk_weights=weights, num_tokens_per_rank=layout[0], is_token_in_rank=layout[3],
-                num_tokens_per_expert=layout[2], num_worst_tokens=24 * size,
+                num_tokens_per_expert=layout[2], num_worst_tokens=tokens * size,
             )[4]  # fmt: skip
         return buffer.combine(back, handle)[0]
 
     results = "take_results" if torch.cuda.device_count() >= size else "copy_results"
-    assert launched(pair) == ["dispatch_rows", results, "experts_sum_f32", "combine_rows_f32"]
+    many = ["dispatch_rows", results, "experts_sum_f32", "combine_rows_f32"]
+    assert launched(pair) == (["dispatch_few", "copy_results", "combine_few_f32"] if tokens <= 256 else many)
     buffer.destroy()
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["V1", "V2"])
-def test_a_pair_of_worst_case_lengths_copies_beside_its_dispatch(cuda, second):
-    cuda.run(worst_launches, second, timeout=60)
+@pytest.mark.parametrize("tokens", [24, 300])
+def test_a_pair_of_worst_case_lengths_copies_its_results_once(cuda, second, tokens):
+    cuda.run(worst_launches, second, tokens, timeout=60)
 
 
 def elastic_graph(rank, size, expand):

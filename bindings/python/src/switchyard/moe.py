@@ -47,7 +47,7 @@ class Dispatcher(Calls):
       ``"power_of_two"`` powers of two in float32; with ``scale_columns`` in column-major order. Tokens of float8 come with
       such scales, row-major;
     - ``float8_combine``: sums cross as float8 with scales;
-    - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 1,024, any layout but "token_major";
+    - ``low_latency``: kernels for few tokens on GPUs: ``max_tokens`` to 1,024;
     - ``row_weights``, ``sources`` and ``landed``: what :class:`Dispatched` has of that name;
     - ``masks``: calls go on without ranks that are lost, or left out by :meth:`mask`, in the same group, with tokens at the
       copies of experts that ``placement`` has: for at most 16 ranks of one host, without gradients, :meth:`redispatch` and

@@ -34,15 +34,15 @@ template <kind type, bool float8, bool by_expert, bool late> struct few_combiner
 		flag = packet::flag(call), row_flag = Wire::flag(call);
 	}
 
-	// Waits until the caller has marked the rows of row r from rank src.
-	__device__ __forceinline__ bool await_marks(u32 src, u32 r) const
+	// Waits until the caller has marked the rows of the token in place p, from rank src.
+	__device__ __forceinline__ bool await_marks(u32 src, u32 p) const
 	{
 		if (!by_expert)
 			return !__any_sync(~0u, !await_ready(a, src, a.out.rank_counts[src], epoch));
 		bool good = true;
 #pragma unroll 1
 		for (u32 c = lane; c < a.top_k; c += 32) {
-			int slot = slot_in(state::indices(a)[static_cast<u64>(r) * a.top_k + c]);
+			int slot = slot_in(state::indices(a)[static_cast<u64>(p) * a.top_k + c]);
 			if (slot >= 0)
 				good &= await_ready(a, static_cast<u32>(slot), a.out.counts[slot], epoch);
 		}
@@ -64,7 +64,7 @@ template <kind type, bool float8, bool by_expert, bool late> struct few_combiner
 
 	// The parts of a task that are known before the call is.
 	struct errand {
-		u32 r, part, src, t; // row r, from rank src; its token
+		u32 r, p, part, src, t; // row r, from rank src, and its place in that rank's part; its token
 		bool there;
 		int row[2]; // experts' rows of choices lane and lane+32, and their weights
 		float weight[2];
@@ -161,14 +161,22 @@ template <kind type, bool float8, bool by_expert, bool late> struct few_combiner
 	{
 		bool given = (a.mode & SW_DISPATCH_GIVEN) != 0;
 		u32 parts = Wire::parts(a.row_bytes), i = task / (n * parts), rest = task - i * n * parts;
-		x.src = rest / parts, x.part = rest - x.src * parts, x.r = x.src * a.max_tokens + i;
-		u32 here = state::arrived(a)[x.src];
+		const u32 *arrived = state::arrived(a);
+		x.src = rest / parts, x.part = rest - x.src * parts, x.p = x.r = x.src * a.max_tokens + i;
+		u32 here = arrived[x.src];
+		if (!by_expert && (a.mode & SW_DISPATCH_COMPACT) != 0) { // rows of one rank follow those before
+			u32 before = 0;
+#pragma unroll 1
+			for (u32 src = lane; src < x.src; src += 32)
+				before += arrived[src];
+			x.r = __reduce_add_sync(~0u, before) + i;
+		}
 		if (!by_expert && a.sum.ready == 0 && x.r < a.out.most) // whether it is there or not
 			x.v.load(a.out.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part, lane);
-		x.t = static_cast<u32>(state::sources(a)[x.r] >> 32);
+		x.t = static_cast<u32>(state::sources(a)[x.p] >> 32);
 #pragma unroll
 		for (u32 j = 0; j < 2; j++) {
-			u64 c = static_cast<u64>(x.r) * a.top_k + lane + 32 * j;
+			u64 c = static_cast<u64>(x.p) * a.top_k + lane + 32 * j;
 			bool some = by_expert && lane + 32 * j < a.top_k;
 			x.row[j] = some ? state::spread(a)[c] : -1;
 			x.weight[j] = some && !given && !late ? weight_of(a, c, 0) : 0;
@@ -197,7 +205,7 @@ template <kind type, bool float8, bool by_expert, bool late> struct few_combiner
 				if (given && x.row[j] >= 0)
 					x.weight[j] = weight_of(a, 0, x.row[j]);
 			if (a.sum.ready != 0) {
-				if (!await_marks(x.src, x.r))
+				if (!await_marks(x.src, x.p))
 					return;
 				if (!by_expert)
 					x.v.load(a.out.rows + static_cast<u64>(x.r) * a.row_bytes, a.row_bytes, x.part,

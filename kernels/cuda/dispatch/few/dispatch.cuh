@@ -9,9 +9,39 @@
 
 namespace sw {
 
-// Takes what comes. All threads of each block. False where a block does not know where rows by expert go.
+// Finds where the rows of each rank begin in an output without gaps, and this rank's in those of others. All threads of
+// a block. False when a wait was given up or an output is too small, which all blocks find alike.
+__device__ __forceinline__ bool few_place(few_board &b, taker &t)
+{
+	const sw_dispatch_args &a = t.a;
+	u32 n = a.world.size, me = a.world.rank;
+	if (t.cached) {
+		if (threadIdx.x < n)
+			b.take.first[threadIdx.x] = first_row(a, state::arrived(a), threadIdx.x);
+		__syncthreads();
+		return true;
+	}
+	if (threadIdx.x < n)
+		b.take.total[threadIdx.x] = b.take.from[threadIdx.x] = b.before[threadIdx.x] = 0;
+	__syncthreads();
+	bool good = each_rank_total(a, t.epoch, [&](u32 src, u32 d, u32 rows) {
+		atomicAdd(&b.take.total[d], rows);
+		if (src < me)
+			atomicAdd(&b.before[d], rows);
+		if (d == me)
+			b.take.from[src] = rows;
+	});
+	if (__syncthreads_or(!good))
+		return false;
+	good = threadIdx.x != 0 || all_fit(a, b.take.total, t.epoch);
+	if (threadIdx.x < n)
+		b.take.first[threadIdx.x] = first_row(a, b.take.from, threadIdx.x);
+	return !__syncthreads_or(!good);
+}
+
+// Takes what comes. All threads of each block. False where a block does not know where rows go.
 template <typename Wire, bool by_expert>
-__device__ __forceinline__ bool few_take(few_board &b, taker &t, few_receiver<Wire, by_expert> &in)
+__device__ __forceinline__ bool few_take(few_board &b, const few_sender &f, taker &t, few_receiver<Wire, by_expert> &in)
 {
 	const sw_dispatch_args &a = t.a;
 	u32 lane = threadIdx.x & 31, n = a.world.size;
@@ -27,13 +57,19 @@ __device__ __forceinline__ bool few_take(few_board &b, taker &t, few_receiver<Wi
 		if (t.cached)
 			in.wipe_cached();
 	}
-	// Each block works out where rows by expert begin.
-	if constexpr (by_expert)
+	// Each block works out where rows begin, unless each rank has a part of its own.
+	if constexpr (by_expert) {
 		if (!t.prepare()) {
 			if (blockIdx.x == 0)
 				taker::tell_none(a);
 			return false;
 		}
+	} else if ((a.mode & SW_DISPATCH_COMPACT) != 0) {
+		if (!few_place(b, t))
+			return false;
+		if (!t.cached && f.tells_rows())
+			f.place();
+	}
 	in.lost |= t.out;
 	// The first block hears how many rows come and publishes what the caller wants to know.
 	if (blockIdx.x == 0) {
@@ -122,8 +158,9 @@ template <bool by_expert> __device__ __forceinline__ void few_forget(taker &t, u
 
 // The receiving half of a dispatch, or the whole of its second half.
 template <typename Wire, bool by_expert>
-__device__ __forceinline__ void few_receive(const sw_dispatch_args &a, few_board &b, u64 *memory, u64 epoch, u32 wiped)
+__device__ __forceinline__ void few_receive(few_board &b, const few_sender &f, u64 *memory, u64 epoch, u32 wiped)
 {
+	const sw_dispatch_args &a = f.a;
 	taker t(a, b.take, reinterpret_cast<u8 *>(memory), epoch);
 	if (masks::on(a)) {
 		t.out = b.out;
@@ -134,7 +171,7 @@ __device__ __forceinline__ void few_receive(const sw_dispatch_args &a, few_board
 	wait w;
 	w.epoch = epoch;
 	few_receiver<Wire, by_expert> in(a, t, w, epoch, wiped);
-	bool knows = few_take(b, t, in);
+	bool knows = few_take(b, f, t, in);
 	if (!masks::on(a))
 		return;
 	u32 lost = masks::through(a, &b.out);
@@ -222,7 +259,7 @@ __device__ __forceinline__ void few_dispatch(const sw_dispatch_args &a, few_boar
 	release_stream();
 	if ((a.mode & SW_DISPATCH_RECEIVE) == 0)
 		return;
-	few_receive<Wire, by_expert>(a, b, memory, epoch, wiped.token(a, epoch, sends));
+	few_receive<Wire, by_expert>(b, f, memory, epoch, wiped.token(a, epoch, sends));
 }
 
 } // namespace sw

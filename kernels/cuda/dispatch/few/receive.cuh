@@ -58,7 +58,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 	__device__ __forceinline__ void write_rows(const Wire &x, u32 part) const
 	{
 		each_row([&](int row, int slot) {
-			x.store(a.out.rows + static_cast<u64>(row) * a.wire_bytes, a.row_bytes, part, lane);
+			if (row < a.out.room)
+				x.store(a.out.rows + static_cast<u64>(row) * a.wire_bytes, a.row_bytes, part, lane);
 			if constexpr (Wire::scaled) {
 				u32 block = Wire::block(a.row_bytes, part, lane);
 				if (block != ~0u)
@@ -107,8 +108,15 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		return true;
 	}
 
-	// The note of row r of token k of rank src.
-	__device__ __forceinline__ void write_beside(u32 r, u64 source, const u32 *number, const float *weight) const
+	// The row of an output by token of row i of rank src.
+	__device__ __forceinline__ u32 row_of(u32 src, u32 i) const
+	{
+		return ((a.mode & SW_DISPATCH_COMPACT) != 0 ? t.b.first[src] : src * a.max_tokens) + i;
+	}
+
+	// The note of the token in place p among those of its rank's part, which has row r where rows are by token.
+	__device__ __forceinline__ void write_beside(u32 p, u32 r, u64 source, const u32 *number,
+	                                             const float *weight) const
 	{
 #pragma unroll
 		for (u32 i = 0; i < 2; i++) {
@@ -130,7 +138,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 		}
 		if (lane != 0)
 			return;
-		state::sources(a)[r] = source;
+		state::sources(a)[p] = source;
 		if (a.send.to_sources != 0)
 			view<u64>(own + a.send.to_sources)[r] = source;
 	}
@@ -177,7 +185,8 @@ template <typename Wire, bool by_expert> struct few_receiver {
 				wipe(a, src, k, epoch, 16, a.state.note_stride, lane);
 			return true;
 		}
-		u32 r = head.word(0), number[2] = {mine.word(1), more.word(1)};
+		u32 p = src * a.max_tokens + head.word(0), r = by_expert ? p : row_of(src, head.word(0)),
+		    number[2] = {mine.word(1), more.word(1)};
 		float weight[2] = {__uint_as_float(mine.word(2)), __uint_as_float(more.word(2))};
 		slots[0] = lane < a.top_k ? static_cast<int>(mine.word(0)) : -1,
 		slots[1] = lane + 32 < a.top_k ? static_cast<int>(more.word(0)) : -1;
@@ -187,25 +196,25 @@ template <typename Wire, bool by_expert> struct few_receiver {
 			              ? -1
 			              : static_cast<int>(t.base[src * a.local + slots[i]] + number[i]);
 		if (part == 0)
-			write_beside(r, static_cast<u64>(k) << 32 | src, number, weight);
+			write_beside(p, r, static_cast<u64>(k) << 32 | src, number, weight);
 		if (!by_expert)
 			rows[0] = lane == 0 ? static_cast<int>(r) : -1;
 		return finish(x, src, note, scale, place, part, end);
 	}
 
-	// The same of row r of a rank, whose token and places are known from an earlier dispatch.
-	__device__ __forceinline__ bool retake(u32 src, u32 r, u32 part, u32 end)
+	// The same of row j of a rank, whose token and places are known from an earlier dispatch.
+	__device__ __forceinline__ bool retake(u32 src, u32 j, u32 part, u32 end)
 	{
-		u32 k = static_cast<u32>(state::sources(a)[r] >> 32);
+		u32 p = src * a.max_tokens + j, k = static_cast<u32>(state::sources(a)[p] >> 32);
 #pragma unroll
 		for (u32 i = 0; i < 2; i++) {
-			u64 at = static_cast<u64>(r) * a.top_k + lane + 32 * i;
+			u64 at = static_cast<u64>(p) * a.top_k + lane + 32 * i;
 			bool some = by_expert && lane + 32 * i < a.top_k;
 			rows[i] = some ? state::spread(a)[at] : -1;
 			slots[i] = some ? slot_in(state::indices(a)[at]) : -1;
 		}
 		if (!by_expert)
-			rows[0] = lane == 0 ? static_cast<int>(r) : -1;
+			rows[0] = lane == 0 ? static_cast<int>(row_of(src, j)) : -1;
 		u64 place = row_place(a, a.world.rank, src, k, epoch);
 		Wire x;
 		return await(x, src, place, part) &&
@@ -271,7 +280,7 @@ template <typename Wire, bool by_expert> struct few_receiver {
 					wipe(a, src, i, epoch, 0, a.state.note_stride, lane);
 			} else if (cached) {
 				if (i < arrived[src])
-					good = retake(src, src * a.max_tokens + i, part, end);
+					good = retake(src, i, part, end);
 			} else if ((through >> src & 1) == 0 || (part == 0 && i == wiped)) {
 				good = take(src, i, part, end, absent);
 				through |= static_cast<u64>(absent) << src;

@@ -14,8 +14,9 @@ struct few_board {
 	u32 goes[SW_DISPATCH_FEW_TOKENS / 32][SW_MAX_RANKS];  // by group of 32 tokens and rank: whose tokens go there
 	u32 wants[SW_DISPATCH_FEW_TOKENS][SW_MAX_RANKS / 32]; // a token's ranks as bits
 	unsigned long long bad;
-	u32 out;  // the ranks that the call does without
-	u32 gone; // those of which the first block misses numbers
+	u32 out;                  // the ranks that the call does without
+	u32 gone;                 // those of which the first block misses numbers
+	u32 before[SW_MAX_RANKS]; // rows of the ranks before this one in each rank's output without gaps
 	take_board take;
 };
 
@@ -58,6 +59,7 @@ struct few_sender {
 	__device__ __forceinline__ bool tells_rows() const { return part() < parts(); }
 	__device__ __forceinline__ u64 own(u64 place) const { return own_segment(a.world) + place; }
 	__device__ __forceinline__ bool goes_on(u32 d) const { return out == 0 || (out >> d & 1) == 0; }
+	__device__ __forceinline__ bool compact() const { return (a.mode & SW_DISPATCH_COMPACT) != 0; }
 
 	// Before await_stream.
 	__device__ __forceinline__ void clear()
@@ -178,9 +180,16 @@ struct few_sender {
 		}
 	}
 
-	// How many rows come, or that a choice is no expert.
+	// How many rows come, or that a choice is no expert. Where rows of one rank follow those of the one before, all
+	// ranks hear of all.
 	__device__ __forceinline__ void publish_totals(u64 epoch)
 	{
+#pragma unroll 1
+		for (u32 i = threadIdx.x; compact() && !cached && i < n * n; i += blockDim.x) {
+			u32 p = i / n, d = i - p * n;
+			store_relaxed_sys(rank_total(a, p, a.world.rank, d, epoch),
+			                  numbered(epoch, before(a.tokens, d)));
+		}
 		if (b.bad != 0 && threadIdx.x < n) {
 			say_wrong(a, b.bad, epoch);
 			fence_acq_rel_sys();
@@ -230,22 +239,33 @@ struct few_sender {
 		}
 	}
 
-	// Which tokens come, and to which row.
+	// Which tokens come, and to which of this rank's rows there. Places in an output without gaps count from the
+	// first of these until place() has been called.
 	__device__ __forceinline__ void publish_rows(u64 epoch)
 	{
-		u32 flag = packet::flag(epoch);
+		u32 flag = packet::flag(epoch), first = compact() ? 0 : a.world.rank * a.max_tokens;
 		int *places = state::places(a);
 #pragma unroll 1
 		for (u32 i = threadIdx.x * parts() + part(); i < a.max_tokens * n; i += blockDim.x * parts()) {
 			u32 t = i / n, d = i - t * n;
 			bool goes = t < a.tokens && (b.goes[t / 32][d] >> (t & 31) & 1) != 0;
-			int row = goes ? static_cast<int>(a.world.rank * a.max_tokens + before(t, d)) : -1;
+			u32 row = goes ? before(t, d) : ~0u;
 			if (goes_on(d))
-				packet::put(note_place(a, d, a.world.rank, t, epoch), flag, static_cast<u32>(row),
-				            a.tokens, 0);
+				packet::put(note_place(a, d, a.world.rank, t, epoch), flag, row, a.tokens, 0);
 			if (t < a.tokens)
-				places[i] = row;
+				places[i] = goes ? static_cast<int>(first + row) : -1;
 		}
+	}
+
+	// Has the places in outputs without gaps count from the first row there, when that is known. The threads that
+	// have written them, or those of a kernel behind theirs.
+	__device__ __forceinline__ void place() const
+	{
+		int *places = state::places(a);
+#pragma unroll 1
+		for (u32 i = threadIdx.x * parts() + part(); i < a.tokens * n; i += blockDim.x * parts())
+			if (places[i] >= 0)
+				places[i] += static_cast<int>(b.before[i % n]);
 	}
 
 	// Their choices: the local slot, how many of this rank's choices for it come before, and the weight.

@@ -24,20 +24,17 @@ struct counts_teller {
 	__device__ __forceinline__ bool add_totals()
 	{
 		u32 n = a.world.size, me = a.world.rank;
-		bool good = true;
+		bool good, wrong = false;
 		if (threadIdx.x < n)
 			b.total[threadIdx.x] = 0;
 		__syncthreads();
-#pragma unroll 1
-		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
-			u32 src = i / n, d = i - src * n, rows;
-			good &=
-			    await_number(a, rank_total(a, me, src, d), epoch, src, rows) && (rows & some_wrong) == 0;
+		good = each_rank_total(a, epoch, [&](u32 src, u32 d, u32 rows) {
+			wrong |= (rows & some_wrong) != 0;
 			atomicAdd(&b.total[d], rows);
 			if (d == me)
 				b.from[src] = rows;
-		}
-		if (__syncthreads_or(!good))
+		});
+		if (__syncthreads_or(!good || wrong))
 			return false;
 		bool over = threadIdx.x < n && (a.mode & SW_DISPATCH_COMPACT) != 0 && b.total[threadIdx.x] > a.out.most;
 		return !__syncthreads_or(over);

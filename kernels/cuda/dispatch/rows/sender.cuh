@@ -132,7 +132,7 @@ struct rows_sender {
 		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
 			u32 p = i / n, d = i - p * n;
 			store_relaxed_sys(
-			    rank_total(a, p, a.world.rank, d),
+			    rank_total(a, p, a.world.rank, d, epoch),
 			    numbered(epoch, (b.before[d] + b.sent[d]) | b.wrong | (b.bad != 0 ? some_wrong : 0)));
 		}
 	}
@@ -227,30 +227,18 @@ struct rows_sender {
 				atomicAdd(&b.before[threadIdx.x], a.world.rank * a.max_tokens);
 			return true;
 		}
-		bool good = true;
-#pragma unroll 1
-		for (u32 i = threadIdx.x; i < n * n; i += blockDim.x) {
-			u32 src = i / n, d = i - src * n, rows;
-			if (!await_number(a, rank_total(a, a.world.rank, src, d), epoch, src, rows)) {
-				good = false;
-				continue;
-			}
+		bool good = each_rank_total(a, epoch, [&](u32 src, u32 d, u32 rows) {
 			rows &= ~some_wrong;
 			atomicAdd(&b.sum[d], rows);
 			if (src < a.world.rank)
 				atomicAdd(&b.before[d], rows);
-		}
+		});
 		if (__syncthreads_or(!good))
 			return false;
-		if (threadIdx.x == 0) // the first such rank
-#pragma unroll 1
-			for (u32 d = 0; d < n && good; d++)
-				if (b.sum[d] > a.out.most) {
-					give_up(a.world, SW_FAULT_OVERFLOW, d, epoch, false, b.sum[d], ~0ull,
-					        static_cast<u64>(a.out.most));
-					end_waits(a, epoch); // of a second half, for blocks that send nothing
-					good = false;
-				}
+		if (threadIdx.x == 0 && !all_fit(a, b.sum, epoch)) {
+			end_waits(a, epoch); // of a second half, for blocks that send nothing
+			good = false;
+		}
 		return good;
 	}
 

@@ -243,7 +243,7 @@ struct masked_layers {
 	{
 		do
 			w = random_world();
-		while (!w.few || w.size < 2);
+		while (!w.few || w.rows_by == compact || w.size < 2);
 		w.late = w.keeps = w.told = false, w.room = 0;
 		victim = draw(w.size), dies = draw(2) == 0;
 		requests.resize(w.size), programs.resize(w.size), starts.resize(w.size), streams.resize(w.size),

@@ -38,6 +38,8 @@ struct world : segments {
 	    counts, masks, taken, taken_sources, taken_indices, numbers;
 
 	bool by_token() const { return rows_by == compact || rows_by == by_rank; }
+	// Whether a dispatch puts its rows where the caller wants a copy.
+	bool straight() const { return few && room != 0; }
 	u32 local(u32 r) const { return first[r + 1] - first[r]; }
 	u32 wire() const { return float8 ? hidden : 2 * hidden; }
 	u32 partial() const
@@ -76,7 +78,7 @@ world random_shape(u32 size)
 	w.float8_sums = draw(3) == 0;
 	if (w.float8)
 		w.hidden = (w.hidden + 15) / 16 * 16;
-	w.few = w.rows_by != compact && draw(2) == 0, w.given = !w.float8 && draw(4) == 0;
+	w.few = w.rows_by == compact ? w.hidden / 8 % 2 == 0 : draw(2) == 0, w.given = !w.float8 && draw(4) == 0;
 	if (w.float8 && draw(2) == 0)
 		w.scales_are = draw(2) == 0 ? SW_DISPATCH_EXPONENTS : SW_DISPATCH_POWERS;
 	w.biases = draw(3);
@@ -138,8 +140,9 @@ struct places_from {
 void lay_words(world &w, places_from &p)
 {
 	i64 all = w.staged();
-	w.state = sw_lay_dispatch_block(p.take(0), w.size, w.slots, w.max_tokens, w.top_k, all,
-	                                w.few ? w.note_bytes() : 0, w.few ? w.packet_bytes() : 0);
+	w.state =
+	    sw_lay_dispatch_block(p.take(0), w.size, w.slots, w.max_tokens, w.top_k, w.few || !w.by_token() ? all : 0,
+	                          w.by_token() ? 0 : all, w.few ? w.note_bytes() : 0, w.few ? w.packet_bytes() : 0);
 	p.place = w.state.end;
 	w.counts = p.take(4096);
 	w.masks = p.take(sizeof(sw_mask));
@@ -352,7 +355,7 @@ sw_dispatch_args arguments(world &w, const batch &b, u32 rank, u32 op)
 	a.out.counts = memory{own + w.counts}, a.out.offsets = memory{own + w.counts + 1024},
 	a.out.rank_counts = memory{own + w.counts + 2048}, a.send.landed = memory{w.lands ? own + w.counts + 3072 : 0};
 	a.send.mapped = w.told && op == op_dispatch ? own + w.numbers : 0, a.send.ticket = w.by_token() ? ticket : 0;
-	a.out.most = w.most_rows, a.out.align = w.align, a.out.capacity = w.capacity,
+	a.out.most = a.out.room = w.most_rows, a.out.align = w.align, a.out.capacity = w.capacity,
 	a.send.offset_base = w.rows_by == by_rank ? w.max_tokens : 0;
 	if (w.requests != nullptr)
 		a.masks = w.masks, a.requests = reinterpret_cast<u64>(&w.requests[rank]);
@@ -418,7 +421,33 @@ template <typename F> void each_half(const sw_dispatch_args &a, bool halves, F f
 	}
 }
 
-void dispatch_of_few(world &w, sw_dispatch_args a, bool halves, program &p)
+// The copy of what a dispatch has left: of rows and indices.
+sw_result_args results_of(const world &w, u32 rank)
+{
+	u64 own = w.segment(rank);
+	sw_result_args r{};
+	r.fault = own + w.state.control + offsetof(sw_control, fault), r.rows = own + w.counts + 1024 + 4 * w.size;
+	auto add = [&](u64 to, u64 from, u64 row, bool fills) {
+		sw_result_part &p = r.parts[r.count++];
+		p.to = own + to, p.from = own + from, p.row = row, p.bytes = p.pitch = w.room * row, p.columns = 1;
+		p.fills = fills, p.behind = ~0u;
+	};
+	if (!w.straight())
+		add(w.taken, w.rows, w.wire(), false);
+	add(w.taken_sources, w.row_sources, 8, false);
+	add(w.taken_indices, w.row_indices, 8 * w.top_k, true);
+	return r;
+}
+
+void copy_what_is_left(const world &w, u32 rank, program &p)
+{
+	if (w.room == 0)
+		return;
+	sw_result_args r = results_of(w, rank);
+	p.push_back({[r] { copy_results(r); }, 1 + draw(3), SW_RESULT_THREADS, 0});
+}
+
+void dispatch_of_few(world &w, sw_dispatch_args a, u32 rank, bool halves, program &p)
 {
 	u32 tables = w.by_token() ? 1 : SW_DISPATCH_FEW_THREADS / 32;
 	size_t shared = std::max<size_t>(4 * tables * w.slots + 6 * a.tokens * a.top_k, taker::front(a));
@@ -431,30 +460,7 @@ void dispatch_of_few(world &w, sw_dispatch_args a, bool halves, program &p)
 		u32 blocks = draw(3) == 0 ? 2 * SW_DISPATCH_FEW_PUBLISHER + draw(2) : 1 + draw(4);
 		p.push_back(with(kernel, h, blocks, SW_DISPATCH_FEW_THREADS, shared));
 	});
-}
-
-// The copy of what a dispatch has left: of rows and indices.
-sw_result_args results_of(const world &w, u32 rank)
-{
-	u64 own = w.segment(rank);
-	sw_result_args r{};
-	r.fault = own + w.state.control + offsetof(sw_control, fault), r.rows = own + w.counts + 1024 + 4 * w.size;
-	auto add = [&](u64 to, u64 from, u64 row, bool fills) {
-		sw_result_part &p = r.parts[r.count++];
-		p.to = own + to, p.from = own + from, p.row = row, p.bytes = w.room * row, p.columns = 1;
-		p.fills = fills, p.behind = ~0u;
-	};
-	add(w.taken, w.rows, w.wire(), false), add(w.taken_sources, w.row_sources, 8, false);
-	add(w.taken_indices, w.row_indices, 8 * w.top_k, true);
-	return r;
-}
-
-void copy_what_is_left(const world &w, u32 rank, program &p)
-{
-	if (w.room == 0)
-		return;
-	sw_result_args r = results_of(w, rank);
-	p.push_back({[r] { copy_results(r); }, 1 + draw(3), SW_RESULT_THREADS, 0, true});
+	copy_what_is_left(w, rank, p);
 }
 
 void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, program &p)
@@ -469,10 +475,10 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 		a.mode |= w.rows_by == compact ? SW_DISPATCH_COMPACT : 0;
 		a.send.to_rows = w.rows, a.send.to_scales = w.row_scales, a.send.to_indices = w.row_indices,
 		a.send.to_weights = w.row_weights, a.send.to_sources = w.row_sources;
-		if (w.few) {
-			dispatch_of_few(w, a, halves, p);
-			return copy_what_is_left(w, rank, p);
-		}
+		if (w.straight())
+			a.out.rows = w.segment(rank) + w.taken, a.out.room = w.room;
+		if (w.few)
+			return dispatch_of_few(w, a, rank, halves, p);
 		if (halves)
 			a.mode &= ~SW_DISPATCH_RECEIVE;
 		bool beside = !halves && w.room != 0 && w.rows_by == compact;
@@ -494,7 +500,7 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 	}
 	to_staging(w, a);
 	if (w.few)
-		return dispatch_of_few(w, a, halves, p);
+		return dispatch_of_few(w, a, rank, halves, p);
 	if (!halves && draw(2) == 0)
 		a.mode |= SW_DISPATCH_BESIDE;
 	a.mode &= ~SW_DISPATCH_RECEIVE;
@@ -552,6 +558,7 @@ void add_combine(world &w, const batch &b, u32 rank, bool in_place, std::vector<
 		a.out.rows = w.segment(rank) + made_at(w), a.sum.weights = weights.data(),
 		a.sum.from_weights = w.weights;
 		a.mode |= w.by_token() || w.late ? 0 : SW_DISPATCH_WEIGH;
+		a.mode |= w.rows_by == compact ? SW_DISPATCH_COMPACT : 0;
 		auto kernel = w.by_token()    ? (w.float8_sums ? combine_few_bf16_float8 : combine_few_bf16)
 		              : w.late        ? (w.float8_sums ? combine_few_late_bf16_float8 : combine_few_late_bf16)
 		              : w.float8_sums ? combine_few_by_expert_bf16_float8
@@ -740,7 +747,7 @@ bool right_rows(world &w, const batch &b)
 				CHECK("byte of a row that was taken",
 				      at<u8>(own + w.taken + static_cast<u64>(q.at) * w.wire() + i), bytes[i]);
 			const u8 *got = &at<u8>(own + w.rows + static_cast<u64>(q.at) * w.wire());
-			for (size_t i = 0; i < bytes.size(); i++)
+			for (size_t i = 0; !w.straight() && i < bytes.size(); i++)
 				CHECK("byte of a row", got[i], bytes[i]);
 			for (size_t i = 0; i < scales.size(); i++)
 				CHECK("scale",

@@ -17,8 +17,8 @@ from ._routings import LentRouting
 
 # How many results of low latency are lent at a time. Two micro-batches of a server are between dispatch and combine at a time.
 LENT = 2
-# The most tokens that kernels for few take.
-FEW = 1024
+# The most tokens that kernels for few take, and the most of a rank in rows by token: with more the others are faster.
+FEW, FEW_BY_TOKEN = 1024, 256
 
 T = TypeVar("T")
 

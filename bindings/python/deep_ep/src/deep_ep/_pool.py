@@ -9,7 +9,7 @@ import switchyard
 import torch
 from switchyard import errors
 
-from ._leases import FEW, LENT, Made
+from ._leases import FEW, FEW_BY_TOKEN, LENT, Made
 from ._results import SUMS, Shape
 from ._streams import Reads
 
@@ -96,7 +96,14 @@ class Pool:
         """By which the dispatcher for a shape is found."""
         if self.device.type != "cuda":
             shape = shape._replace(max_sms=0)
-        return shape if shape.slab else shape._replace(tokens=0)
+        return shape if shape.slab else shape._replace(tokens=int(self._few(shape)))
+
+    def _few(self, s: Shape) -> bool:
+        """Whether kernels for few tokens take calls of a shape. With a bound of rows, these are of all ranks."""
+        if s.slab:
+            return s.tokens <= FEW
+        most = -(-s.rows // self.size) if s.rows else s.tokens
+        return not s.open and 0 < s.tokens <= FEW and most <= FEW_BY_TOKEN
 
     def _make(self, s: Shape) -> Any:
         # An open one has one more expert on each rank, for pleas.
@@ -114,7 +121,7 @@ class Pool:
             combine_dtype=SUMS[s.dtype],
             layout="slab" if s.slab else "token_major",
             align=1,  # DeepEP's shapes
-            low_latency=s.slab and s.tokens <= FEW,
+            low_latency=self._few(s),
             quantize=bool(s.quantize),
             scale_columns=bool(s.quantize),
             scale_per_token=s.scales == "row",
