@@ -336,16 +336,16 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 
 // addInto appends the copy that belongs to a dispatch, where it has one, as addCopy does.
 func (x *dispatches) addInto(p *port, r *kernels.Results, others int) error {
-	if r == nil {
+	if r == nil || r.Count == 0 {
 		return nil
 	}
 	return x.addCopy(p, r, others)
 }
 
 // straight has a dispatch of few tokens put its rows by token where the caller wants a copy of them, and returns what is left to copy: no peer
-// writes rows of few tokens.
+// writes rows of few tokens. One that goes on without ranks may clear rows of theirs for which the copy has no room.
 func (l *dispatchCall) straight(a *dispatchArgs, r *kernels.Results) *kernels.Results {
-	if r == nil || r.Count == 0 || !l.m.Layout.ByToken() {
+	if r == nil || r.Count == 0 || !l.m.Layout.ByToken() || l.m.Masks {
 		return r
 	}
 	part := &r.Parts[0]

@@ -48,3 +48,40 @@ func TestACopyTakesRowsOfADispatchThatTellsOfThem(t *testing.T) {
 		require.NoError(t, p.Close())
 	}
 }
+
+// Rows of few tokens are written where the caller wants a copy of them, as many as there is room for, and the rest is copied: unless the kernel
+// takes rows of masked ranks back, or rows are by expert, with padding that it may write.
+func TestRowsOfFewTokensGoStraightToTheCaller(t *testing.T) {
+	const wire = 32
+	results := func(at int64) *kernels.Results {
+		r := &kernels.Results{}
+		r.Add(kernels.ResultPart{To: kernels.Buffer{Ptr: uintptr(at), Bytes: 5 * wire}, Row: wire, Rows: true})
+		r.Add(kernels.ResultPart{To: kernels.Buffer{Ptr: 512, Bytes: 8}, Row: 8})
+		return r
+	}
+	for name, c := range map[string]struct {
+		m    kernels.DispatchBounds
+		at   int64
+		room int64 // 0: all is copied
+	}{
+		"without gaps":            {kernels.DispatchBounds{Layout: kernels.TokenRows, Rows: 8}, 4096, 5},
+		"by rank":                 {kernels.DispatchBounds{Layout: kernels.RankRows, Rows: 8}, 4096, 5},
+		"more room than rows":     {kernels.DispatchBounds{Layout: kernels.TokenRows, Rows: 4}, 4096, 4},
+		"not at a multiple of 16": {kernels.DispatchBounds{Layout: kernels.TokenRows, Rows: 8}, 4100, 0},
+		"with masks":              {kernels.DispatchBounds{Layout: kernels.RankRows, Rows: 8, Masks: true}, 4096, 0},
+		"by expert":               {kernels.DispatchBounds{Layout: kernels.SlabRows, Rows: 8}, 4096, 0},
+	} {
+		a, r := &dispatchArgs{wireBytes: wire}, results(c.at)
+		left := (&dispatchCall{dispatches: &dispatches{m: &c.m}}).straight(a, r)
+		if c.room == 0 {
+			require.Same(t, r, left, name)
+			require.Zero(t, a.out, name)
+			continue
+		}
+		require.Equal(t, 1, left.Count, name)
+		require.Equal(t, r.Parts[1], left.Parts[0], name)
+		require.EqualValues(t, c.at, a.out.rows, name)
+		require.Equal(t, c.room, a.out.room, name)
+		require.Equal(t, 2, r.Count, "the caller's are as they were")
+	}
+}
