@@ -35,16 +35,17 @@ func (s *side) dispatchTo(st device.Stream, length int) {
 	s.h, _, err = s.d.DispatchTo(st, s.tokens(), to)
 	require.NoError(s.r, err)
 	s.sync(st)
-	if rows := s.h.Rows(); s.b.o.LowLatency { // those of few tokens are in the copy alone
+	if s.straight() {
+		rows := s.h.Rows()
 		n := min(rows.Len(), to.Rows.Len())
-		if s.r.gpu != nil {
-			st = s.r.gpu.copies
-		}
-		require.NoError(s.r, memory.Copy(st, rows.Slice(0, n), to.Rows.Slice(0, n)))
-		s.sync(st)
+		require.NoError(s.r, memory.Copy(s.r.gpu.copies, rows.Slice(0, n), to.Rows.Slice(0, n)))
+		s.sync(s.r.gpu.copies)
 	}
 	check()
 }
+
+// straight reports whether rows of a dispatch that is copied may be in the copy alone.
+func (s *side) straight() bool { return s.r.gpu != nil && s.b.o.LowLatency && s.b.byToken() }
 
 // copies is memory for a copy with room for length rows, and the comparison. The handle says how much that is.
 func (s *side) copies(length int) (to dispatch.Result, check func()) {

@@ -72,7 +72,11 @@ func (x *shapes) call(rng, own *rand.Rand, stream device.Stream) {
 	if rng.IntN(3) == 0 {
 		s.h.Release()
 		s.b = randomBatch(rng, s.b.o, r.Size(), false)
-		s.dispatchTo(stream, own.IntN(came+3))
+		length := own.IntN(came + 3)
+		if s.straight() {
+			length = s.d.MaxRows() // all rows are looked at
+		}
+		s.dispatchTo(stream, length)
 		s.checkRows()
 	}
 	if own.IntN(4) == 0 {

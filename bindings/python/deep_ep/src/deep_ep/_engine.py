@@ -293,10 +293,11 @@ class Engine:
         live = self._alive(routing, x.dtype) if checked else self._usual(routing)
         if live is None:
             return None
-        made, operated = live.made, live.made.dispatcher._operated
-        call: Any = partial(bring, made.dispatcher, x, live.got, token_weights=weights, out=out, async_op=first)
-        if not checked:
-            call = partial(operated.bring, x, live.got, -1, OF_TOKENS, weights, False, out, first)
+        made, by = live.made, live.made.dispatcher
+        if checked:
+            call: Any = partial(bring, by, x, live.got, token_weights=weights, out=out, async_op=first)
+        else:
+            call = partial(by._operated.bring, x, live.got, -1, OF_TOKENS, weights, False, out, first)
         try:
             y = call()
         except errors.Error as error:
