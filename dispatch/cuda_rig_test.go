@@ -50,16 +50,16 @@ func gpuTest(w *worldtest.Rank, f func(r *rank)) {
 	b, err := w.Heap.Alloc(gpuPart)
 	w.Must(err)
 	g.parts = [2]memory.View{memory.Device(p, gpuPart), b.View()}
-	for _, s := range []*device.Stream{&g.copies, &g.marks} {
+	g.calls = make([]device.Stream, mostStreams)
+	streams := []*device.Stream{&g.copies, &g.marks}
+	for i := range g.calls {
+		streams = append(streams, &g.calls[i])
+	}
+	for _, s := range streams {
 		*s, err = d.NewStream()
 		w.Must(err)
-	}
-	for range mostStreams {
-		s, err := d.NewStream()
-		w.Must(err)
-		w.Must(g.c.Set(cuda.Stream(s.(*device.CUDAStream).Handle()), p, 0, 256))
-		w.Must(s.Synchronize())
-		g.calls = append(g.calls, s)
+		w.Must(g.c.Set(cuda.Stream((*s).(*device.CUDAStream).Handle()), p, 0, 256))
+		w.Must((*s).Synchronize())
 	}
 	r.gpu = g
 	w.Barrier()
@@ -83,6 +83,16 @@ func gpus(t testing.TB, n int, f func(r *rank)) {
 
 // reuse ends the life of all views.
 func (g *gpuMemory) reuse() { g.used = [2]int64{} }
+
+// stream is one for calls, which the test closes.
+func (r *rank) stream() device.Stream {
+	if r.gpu != nil {
+		return r.gpuStream()
+	}
+	s, err := r.Device.NewStream()
+	require.NoError(r, err)
+	return s
+}
 
 // take is n bytes, which begin at a multiple of 256.
 func (g *gpuMemory) take(n int64) memory.View {

@@ -19,13 +19,6 @@ import (
 	"github.com/switchyard-moe/switchyard/memory"
 )
 
-// stream makes one.
-func (r *rank) stream() device.Stream {
-	s, err := device.Host().NewStream()
-	require.NoError(r, err)
-	return s
-}
-
 // Experts move: later dispatches go to their new places, a handle of before stays good.
 func TestSetPlacement(t *testing.T) {
 	first := &dispatch.Placement{Ranks: [][]int{{0}, {0, 1}, {1}, {2}, {2}}}

@@ -111,8 +111,7 @@ func (x *shapes) call(rng, own *rand.Rand, stream device.Stream) {
 
 // takeTurns makes calls of random dispatchers that share memory, which grows meanwhile.
 func takeTurns(r *rank, seed uint64, count, calls int) {
-	stream, err := r.Device.NewStream()
-	require.NoError(r, err)
+	stream := r.stream()
 	for i := range uint64(count) {
 		rng, own := rand.New(rand.NewPCG(seed+i, 3)), rand.New(rand.NewPCG(seed+i, uint64(r.Rank.Rank())+50))
 		before := r.Heap.Stats().InUse

@@ -158,8 +158,7 @@ func anyOptions(rng *rand.Rand, n int) dispatch.Options {
 
 // randomWorlds runs dispatchers drawn from the seeds [seed, seed+count) on the ranks of r's group.
 func randomWorlds(r *rank, seed uint64, count int) {
-	stream, err := r.Device.NewStream()
-	require.NoError(r, err)
+	stream := r.stream()
 	for i := range uint64(count) {
 		rng := rand.New(rand.NewPCG(seed+i, 0))
 		o := randomOptions(rng, r.Group.Size(), r.Device.Kind())

@@ -284,7 +284,7 @@ func (x *hostExchanges) rest(p *port) error {
 		return err
 	}
 	b := make([]byte, acrossControl)
-	if err := p.e.ctx.Read(p.own, b, p.e.space.Addr(p.e.space.Rank, x.start)); err != nil {
+	if err := p.e.read(b, p.e.space.Addr(p.e.space.Rank, x.start)); err != nil {
 		return err
 	}
 	w := cuda.StructOf[acrossWords](b)

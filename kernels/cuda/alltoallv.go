@@ -291,8 +291,8 @@ func (x *exchanges) ownAside(p *port, a *kernels.AllToAllV, blocks int) bool {
 	if own == 0 || from == to {
 		return false
 	}
-	b.Record(0, p.fork)
-	b.WaitEvent(1, p.fork)
+	b.Record(0, p.aside.fork)
+	b.WaitEvent(1, p.aside.fork)
 	if n := min(blocks, x.k.limit); n > 0 {
 		b.Launch(1, cuda.Launch{Function: x.k.own, Grid: [3]uint32{uint32(n), 1, 1}, Block: [3]uint32{ownThreads, 1, 1}, Args: cuda.BytesOf(&x.args.exchange)})
 	} else {
@@ -303,6 +303,6 @@ func (x *exchanges) ownAside(p *port, a *kernels.AllToAllV, blocks int) bool {
 
 // join has the call's stream wait for what ownAside appended.
 func (*exchanges) join(p *port) {
-	p.batch.Record(1, p.join)
-	p.batch.WaitEvent(0, p.join)
+	p.batch.Record(1, p.aside.join)
+	p.batch.WaitEvent(0, p.aside.join)
 }

@@ -96,7 +96,7 @@ func (x *devices) opened(p *port) (kernels.Port, error) {
 		control: x.offset, lines: x.lines(), abort: abortOffset, record: w.fault, timeoutNs: w.timeoutNs,
 	}
 	d := &devicePort{port: p, x: x}
-	if err := p.e.ctx.Write(p.own, d.Argument(), cuda.BytesOf(&words)); err != nil {
+	if err := p.e.write(d.Argument(), cuda.BytesOf(&words)); err != nil {
 		return nil, errors.Join(fmt.Errorf("kernels: open %s: %w", p.name, err), p.Close())
 	}
 	return d, nil

@@ -29,6 +29,9 @@ type Engine struct {
 	named   map[string]cuda.Module // those of the library, by name
 	kernels []any                  // those of each family that loadOnce has loaded, of a type of their own
 
+	streamsMu sync.Mutex
+	streams   []cuda.Stream // that nobody has
+
 	portsMu     sync.Mutex // never held while the driver is called
 	ports       map[*port]bool
 	interrupted bool
@@ -222,11 +225,11 @@ func (e *Engine) Open(f kernels.Family, offset int64) (kernels.Port, error) {
 	return p, nil
 }
 
-// Close unloads the kernels. Nothing of the engine may be running. It is idempotent.
+// Close unloads the kernels and ends the streams. Nothing of the engine may be running. It is idempotent.
 func (e *Engine) Close() error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	var err error
+	err := e.closeStreams()
 	for _, m := range e.modules {
 		err = errors.Join(err, e.ctx.UnloadModule(m))
 	}

@@ -121,7 +121,7 @@ func (x *points) tell(p *port, m *kernels.Messages) (err error) {
 		}
 		word := p.fault.Bytes()[senders+i*kernels.SourceBytes:][:kernels.SourceBytes]
 		if o.Source.Bytes > 0 {
-			err = errors.Join(err, p.e.ctx.Read(p.own, word, o.Source.Ptr))
+			err = errors.Join(err, p.e.read(word, o.Source.Ptr))
 		}
 		*o.From = p.e.space.Name(int(binary.LittleEndian.Uint64(word)))
 	}
@@ -211,7 +211,7 @@ func (x *points) left(src, dst int) (list []string, err error) {
 		to []byte
 		at int64
 	}{{headers, b.headers}, {ended, b.ended}, {states, b.states}} {
-		if err := e.ctx.Read(x.p.own, table.to, e.space.Addr(dst, table.at+int64(src*len(table.to)))); err != nil {
+		if err := e.read(table.to, e.space.Addr(dst, table.at+int64(src*len(table.to)))); err != nil {
 			return nil, fmt.Errorf("kernels: read the messages from rank %d to rank %d: %w", src, dst, err)
 		}
 	}

@@ -124,7 +124,7 @@ func (x *reductions) opened(p *port) (kernels.Port, error) {
 	x.planned = x.planBlock()
 	for _, o := range x.programs {
 		steps, words := encode(o.plan, p.e.space.Rank)
-		if err := p.e.ctx.Write(p.own, p.e.space.Addr(p.e.space.Rank, o.at), text(steps, words)); err != nil {
+		if err := p.e.write(p.e.space.Addr(p.e.space.Rank, o.at), text(steps, words)); err != nil {
 			return nil, errors.Join(fmt.Errorf("kernels: open %s: %w", p.name, err), p.Close())
 		}
 	}

@@ -23,10 +23,7 @@ type port struct {
 	offset int64 // of the control block, which begins with a struct sw_control
 
 	fault *cuda.HostBuffer // a struct sw_fault
-	own   cuda.Stream      // of launches without one, and of what clears a fault
-	side  cuda.Stream      // of copies that stay on the device, next to a launch
-	fork  cuda.Event       // orders side behind a launch's stream,
-	join  cuda.Event       // and the other way round
+	aside *asideStream     // for what an exchange does next to its kernel; nil: another family
 	queue *portQueue       // of launches that cross hosts, else nil
 
 	mu    sync.Mutex // held while a launch is put together and submitted
@@ -48,30 +45,43 @@ func newPort(e *Engine, fam family, name string, offset int64) (_ *port, err err
 	if p.fault, err = e.ctx.NewHostBuffer(4096); err != nil {
 		return nil, err
 	}
-	streams := []*cuda.Stream{&p.own, &p.side}
-	if x, ok := fam.(*dispatches); ok && x.m.Masks {
-		if e.space.SegmentTable() != 0 {
-			return nil, errors.New("masks need memory that stays when its process ends: not a heap with LegacyIPC")
-		}
-		streams = append(streams, &p.masking)
+	if err = p.begin(); err != nil {
+		return nil, err
 	}
-	for _, s := range streams {
-		if *s, err = e.ctx.NewStream(0); err != nil {
-			return nil, err
+	switch x := fam.(type) {
+	case *dispatches:
+		if x.m.Masks {
+			if e.space.SegmentTable() != 0 {
+				return nil, errors.New("masks need memory that stays when its process ends: not a heap with LegacyIPC")
+			}
+			p.masking, err = e.ctx.NewStream(0)
+		}
+	case *exchanges:
+		p.aside, err = newAsideStream(e.ctx)
+	case *hostExchanges:
+		if p.aside, err = newAsideStream(e.ctx); err == nil {
+			p.queue, err = e.newQueue()
 		}
 	}
-	for _, ev := range []*cuda.Event{&p.fork, &p.join} {
-		if *ev, err = e.ctx.NewEvent(false); err != nil {
-			return nil, err
-		}
-	}
-	if _, ok := fam.(*hostExchanges); ok {
-		if p.queue, err = e.newQueue(); err != nil {
-			return nil, err
-		}
+	if err != nil {
+		return nil, err
 	}
 	e.enter(p)
 	return p, nil
+}
+
+// begin makes sure that the engine has a stream for the first call without one. Where ranks of a process share a GPU the driver holds the first
+// kernel of a stream back while another rank's runs, so that must not be a kernel the others wait for.
+func (p *port) begin() error {
+	s, err := p.e.takeStream()
+	if err != nil {
+		return err
+	}
+	defer p.e.giveStream(s)
+	if p.e.sharers == 1 {
+		return nil
+	}
+	return errors.Join(p.e.ctx.Set(s, p.fault.Addr(), 0, 4), p.e.ctx.SynchronizeStream(s))
 }
 
 // Ready tells what GPUs do.
@@ -96,7 +106,7 @@ func (p *port) Launch(s device.Stream, op kernels.Operation) error {
 	return nil
 }
 
-// await has op run on the port's own stream.
+// await has op run on a stream of the engine.
 func (p *port) await(op kernels.Operation) (err error) {
 	if x, ok := p.fam.(*points); ok && x.tells(op) {
 		x.senders.Lock()
@@ -107,10 +117,15 @@ func (p *port) await(op kernels.Operation) (err error) {
 			}
 		}()
 	}
-	if err := p.submit(uintptr(p.own), op); err != nil {
+	s, err := p.e.takeStream()
+	if err != nil {
+		return fmt.Errorf("kernels: %s: %w", op.Operation(), err)
+	}
+	defer p.e.giveStream(s)
+	if err := p.submit(uintptr(s), op); err != nil {
 		return err
 	}
-	if err := p.e.ctx.SynchronizeStream(p.own); err != nil {
+	if err := p.e.ctx.SynchronizeStream(s); err != nil {
 		return fmt.Errorf("kernels: %s: %w", op.Operation(), err)
 	}
 	return p.Fault()
@@ -130,7 +145,7 @@ func (p *port) submit(stream uintptr, op kernels.Operation) error {
 	case err != nil:
 		return err
 	}
-	if err := p.e.ctx.Submit(&p.batch, stream, uintptr(p.side)); err != nil {
+	if err := p.e.ctx.Submit(&p.batch, stream, p.aside.handle()); err != nil {
 		return fmt.Errorf("kernels: %s: %w", op.Operation(), err)
 	}
 	if p.queue == nil {
@@ -204,7 +219,7 @@ func (p *port) culprit(peer int) (rank int, does string) {
 	word := make([]byte, 8)
 	for r := range size {
 		for _, at := range p.fam.controls(p.offset) {
-			if err := p.e.ctx.Read(p.own, word, p.e.space.Addr(r, at)); err != nil {
+			if err := p.e.read(word, p.e.space.Addr(r, at)); err != nil {
 				return peer, fmt.Sprintf("what that rank does cannot be seen: %v", err)
 			}
 			begun[r] += binary.LittleEndian.Uint64(word)
@@ -231,17 +246,22 @@ const controlFault = 12
 func (p *port) clear() (hit []int, err error) {
 	atomic.StoreUint32(&record(p.fault.Bytes()).kind, faultNone)
 	e := p.e
+	s, err := e.takeStream()
+	if err != nil {
+		return nil, fmt.Errorf("kernels: clear a fault: %w", err)
+	}
+	defer e.giveStream(s)
 	var kind [4]byte
 	for i, at := range p.fam.controls(p.offset) {
 		place := e.space.Addr(e.space.Rank, at) + controlFault
-		err = errors.Join(err, e.ctx.Read(p.own, kind[:], place))
+		err = errors.Join(err, e.ctx.Read(s, kind[:], place))
 		if kind == [4]byte{} {
 			continue
 		}
 		hit = append(hit, i)
-		err = errors.Join(err, e.ctx.Set(p.own, place, 0, 4))
+		err = errors.Join(err, e.ctx.Set(s, place, 0, 4))
 	}
-	if err = errors.Join(err, e.ctx.SynchronizeStream(p.own)); err != nil {
+	if err = errors.Join(err, e.ctx.SynchronizeStream(s)); err != nil {
 		return hit, fmt.Errorf("kernels: clear a fault: %w", err)
 	}
 	return hit, nil
@@ -264,23 +284,15 @@ func (p *port) Rest() error {
 // is needed: another thread may be in one that waits for these kernels.
 func (p *port) stop() { atomic.StoreUint64(&record(p.fault.Bytes()).stop, 1) }
 
-// Close releases the record, the streams and the events.
+// Close releases the record and the streams.
 func (p *port) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.e.leave(p)
-	err := errors.Join(p.queue.close(), p.fault.Close())
-	for _, ev := range []*cuda.Event{&p.fork, &p.join} {
-		if *ev != 0 {
-			err = errors.Join(err, p.e.ctx.DestroyEvent(*ev))
-			*ev = 0
-		}
-	}
-	for _, s := range []*cuda.Stream{&p.masking, &p.side, &p.own} {
-		if *s != 0 {
-			err = errors.Join(err, p.e.ctx.DestroyStream(*s))
-			*s = 0
-		}
+	err := errors.Join(p.queue.close(), p.fault.Close(), p.aside.close())
+	if p.masking != 0 {
+		err = errors.Join(err, p.e.ctx.DestroyStream(p.masking))
+		p.masking = 0
 	}
 	return err
 }
