@@ -21,6 +21,13 @@ def routing(rank: int, size: int, tokens: int, seed: int = 0, device: str = "cpu
     return x.to(device), idx.to(device), weights.to(device)
 
 
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with others between them."""
+    wide = x.repeat_interleave(2, 1)
+    wide[:, 1::2] += 1
+    return wide[:, ::2]
+
+
 def factors(size: int, device: str | torch.device = "cpu") -> torch.Tensor:
     """What each expert multiplies by."""
     return torch.arange(4 * size, dtype=torch.float32, device=device) / 4 + 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from layers import HIDDEN, TOP_K, factors, routing, want
+from layers import HIDDEN, TOP_K, factors, routing, strided, want
 from switchyard import errors
 
 import deep_ep
@@ -22,6 +22,8 @@ def served(rank, size, use_fp8, scales, way, most):
     for seed in range(6):
         x, idx, weights = routing(rank, size, min(most, 3 * seed), seed)
         x = x.bfloat16()
+        if way == "strided":
+            x, idx, weights = strided(x), strided(idx), strided(weights)
         rows, counts, handle, event, hook = buffer.low_latency_dispatch(
             x, idx, most, 4 * size, cumulative_local_expert_recv_stats=stats, use_fp8=use_fp8, async_finish=later,
             return_recv_hook=hooked, round_scale=scales != "float32", use_ue8m0=scales == "ue8m0",

@@ -257,23 +257,25 @@ class Engine:
 
     # Few tokens
 
-    def send_few(self, shape: Shape, x: Tensor, given: Tensor, first: bool, checked: bool) -> Optional[Sent]:
-        """Send few tokens to their experts, or make the first half of that. Where nobody has checked the tensors, it is None if
-        anything about the call is unusual, and nothing has happened. The rows lie in the dispatcher's memory until LENT more
-        calls were made, and the choices of each expert in memory of their own. The stream waits until what may be overwritten
-        was read."""
+    def send_few(
+        self, shape: Shape, x: Tensor, given: Tensor, first: bool, checked: Optional[Tensor] = None
+    ) -> Optional[Sent]:
+        """Send few tokens to their experts, or make the first half of that. checked are the choices as checks have left those
+        that were given. Where nobody has checked the tensors, it is None if anything about the call is unusual, and nothing has
+        happened. The rows lie in the dispatcher's memory until LENT more calls were made, and the choices of each expert in
+        memory of their own. The stream waits until what may be overwritten was read."""
         made, idx = self._found.get(shape), given
         if made is None or not made.pooled or (self._cuda and capturing()):
-            if not checked:
+            if checked is None:
                 return None
             made = self._ready(shape, 0)
         if self._cuda and raw_stream(self.device.index) != self._reads.raw:
             self._reads.follow()
-        if checked:
-            idx = given.to(torch.int64)
+        if checked is not None:
+            idx = checked.to(torch.int64)
         sent = made.lend_usual(x, idx, first)
         if sent is None:
-            if not checked:
+            if checked is None:
                 return None
             sent = made.lend(lease, made.dispatcher, x, idx, first)
         got, counts = sent

@@ -88,7 +88,7 @@ class FewTokens(Bound):
         if not rare and type(x) is Tensor and not x.requires_grad:
             key = most, num_experts, use_fp8, round_scale, use_ue8m0, told
             usual = None if async_finish else self._engines.few.get(key)
-        sent = None if usual is None else usual[0].send_few(usual[1], x, topk_idx, return_recv_hook, False)
+        sent = None if usual is None else usual[0].send_few(usual[1], x, topk_idx, return_recv_hook)
         if sent is None:
             call = "low_latency_dispatch"
             if use_nvfp4 or x_global_scale is not None or use_ue8m0_for_sf:
@@ -101,9 +101,9 @@ class FewTokens(Bound):
                 raise AssertionError(f"deep_ep: {call}: use_ue8m0 needs use_fp8 and round_scale")
             _one_way(call, async_finish, return_recv_hook)
             quantize = "" if not use_fp8 else "ue8m0" if use_ue8m0 else "power_of_two" if round_scale else "float32"
-            engine, shape, rows = self._checked_few(x, topk_idx, most, num_experts, stats, quantize)
+            engine, shape, rows, idx = self._checked_few(x, topk_idx, most, num_experts, stats, quantize)
             remember(self._engines.few, key, (engine, shape))
-            send = partial(engine.send_few, shape, rows, topk_idx, return_recv_hook, True)
+            send = partial(engine.send_few, shape, rows, topk_idx, return_recv_hook, idx)
             if async_finish:
                 sent, event = self._streams.run(engine.device, None, True, (x, topk_idx, stats), partial(_added, send, stats))
             else:
@@ -120,8 +120,9 @@ class FewTokens(Bound):
 
     def _checked_few(
         self, x: Any, topk_idx: Any, most: int, num_experts: int, stats: Any, quantize: str
-    ) -> tuple[Engine, Shape, Tensor]:
-        """Refuse arguments of a dispatch that are wrong. The engine, the shape of the call, and its tokens as they are sent."""
+    ) -> tuple[Engine, Shape, Tensor, Tensor]:
+        """Refuse arguments of a dispatch that are wrong. The engine, the shape of the call, and its tokens and their choices as
+        they are sent."""
         call = "low_latency_dispatch"
         x = checks.rows(call, x)
         checks.at_most(call, x, most, "num_max_dispatch_tokens_per_rank")
@@ -129,7 +130,8 @@ class FewTokens(Bound):
         idx, _ = checks.choices(call, topk_idx, None, x.shape[0], x.device)
         device = device_of(f"{call}: x", x)
         checks.stats(call, "cumulative_local_expert_recv_stats", stats, experts // self.group_size, x.device)
-        return self._engines.of(device), Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, 0, True, quantize), x
+        shape = Shape(experts, idx.shape[1], x.shape[1], x.dtype, most, 0, True, quantize)
+        return self._engines.of(device), shape, x, idx
 
     @operates
     def low_latency_combine(
