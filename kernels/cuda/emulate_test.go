@@ -575,10 +575,10 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"u64 came = failed ? 0 : ", "u64 came = ",
 		},
 		"a column is copied to the place of another": {
-			"p.from + c * p.pitch", "p.from + c * p.bytes",
+			"p.from + column * p.pitch", "p.from + column * p.bytes",
 		},
 		"nothing is written behind the last row": {
-			"p.fills != 0 && at < p.bytes", "false && at < p.bytes",
+			"if (p.fills == 0)\n				continue;", "continue;",
 		},
 	})
 }
