@@ -20,7 +20,7 @@ import (
 
 // The tests of one host hold on two.
 func TestAlsoOnTwoHosts(t *testing.T) {
-	worldtest.Again(t, "RegisteredMemory|Follow|Rings|CloseEnds|Allocate|Emulated|Overtaken|EachSignal|SizesThatDisagree|SharedMemory")
+	worldtest.Again(t, "RegisteredMemory|Follow|Rings|CloseEnds|Allocate|Emulated|Overtaken|EachSignal|SizesThatDisagree|SharedMemory|LetGo")
 }
 
 // Messages, puts and gets between hosts follow the same models as on one, with a process for every rank, in network namespaces.

@@ -1,10 +1,13 @@
 package p2p_test
 
 import (
+	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -377,6 +380,47 @@ func TestF2_MessagesOfADeadProcessNameIt(t *testing.T) {
 			r.T.Errorf("rank %d: got %v after %v", r.Rank(), err, time.Since(start))
 		}
 	})
+}
+
+// A receiver that comes when its sender has closed, because that had heard of a loss sooner, gets the message or an error, and not what lies there
+// by then.
+func TestF2_NobodyReadsAMessageThatItsSenderHasLetGo(t *testing.T) {
+	for name, run := range map[string]func(t *testing.T, f func(r *worldtest.Rank)){
+		"processes": func(t *testing.T, f func(r *worldtest.Rank)) { worldtest.Procs(t, 2, segment, f) },
+		"one process": func(t *testing.T, f func(r *worldtest.Rank)) {
+			worldtest.Local(t, 2, segment, f)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			run(t, func(r *worldtest.Rank) {
+				x, told := endpoint(r, p2p.Options{Timeout: 3 * time.Second}), endpoint(r, p2p.Options{Timeout: time.Minute})
+				message := bytes.Repeat([]byte{7}, 1<<20)
+				if r.Rank() == 0 {
+					r.Must(x.Send(nil, 1, 0, memory.Host(bytes.Clone(message))))
+					ctx, cancel := context.WithTimeout(r.Ctx, time.Millisecond)
+					defer cancel()
+					if err := x.Close(ctx); err == nil {
+						r.T.Error("the endpoint met a rank that did not come")
+					}
+					var other [][]byte
+					for range 64 {
+						runtime.GC()
+						other = append(other, bytes.Repeat([]byte{9}, len(message)))
+					}
+					r.Must(told.Send(nil, 1, 0, memory.Host([]byte{1})))
+					runtime.KeepAlive(other)
+					_ = told.Recv(nil, 1, 0, memory.Host(make([]byte, 1)))
+					return
+				}
+				r.Must(told.Recv(nil, 0, 0, memory.Host(make([]byte, 1))))
+				got := make([]byte, len(message))
+				if err := x.Recv(nil, 0, 0, memory.Host(got)); err == nil && !bytes.Equal(got, message) {
+					r.T.Errorf("got %d bytes of %v", len(got), got[:4])
+				}
+				_ = told.Send(nil, 0, 0, memory.Host([]byte{1}))
+			})
+		})
+	}
 }
 
 func TestMessagesAllocateNothingOnceWarm(t *testing.T) {

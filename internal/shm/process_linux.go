@@ -23,6 +23,9 @@ func NewNonce() *Nonce {
 	return n
 }
 
+// Revoke ends reads of this process's memory by who knows the number: one that has not ended is an error.
+func (n *Nonce) Revoke() { _, _ = rand.Read(n[:]) }
+
 // Process is how the memory of another process is found.
 type Process struct {
 	PID   int

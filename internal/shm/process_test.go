@@ -99,3 +99,14 @@ func TestAPartOfAMessageIsNotEnough(t *testing.T) {
 	require.ErrorIs(t, self.Read(dst, Addr(mem)), unix.EFAULT)
 	require.NoError(t, self.Read(dst[:page], Addr(mem)))
 }
+
+func TestReadsOfWhoWasRevokedAreErrors(t *testing.T) {
+	nonce, b := NewNonce(), []byte("text")
+	p := Self(nonce)
+	dst := make([]byte, len(b))
+	require.NoError(t, p.Read(dst, uintptr(unsafe.Pointer(unsafe.SliceData(b)))))
+	nonce.Revoke()
+	require.ErrorIs(t, p.Read(dst, uintptr(unsafe.Pointer(unsafe.SliceData(b)))), errStranger)
+	runtime.KeepAlive(nonce)
+	runtime.KeepAlive(b)
+}

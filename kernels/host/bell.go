@@ -13,6 +13,7 @@ type Bell struct {
 	mu       sync.Mutex
 	asleep   []*sleeper
 	ordered  atomic.Uint32
+	kept     [][]byte // memory of the rank that peers may read for as long as they have the bell
 }
 
 // NewBells makes a bell for each of n ranks.
@@ -43,6 +44,16 @@ func (b *Bell) ring() {
 		}
 	}
 	b.mu.Unlock()
+}
+
+// keep is for memory that the rank itself has no use for any more.
+func (b *Bell) keep(mem []byte) {
+	if mem == nil {
+		return
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.kept = append(b.kept, mem)
 }
 
 // order tells the race detector that what was done before the calls so far comes before what is done after this one. It does

@@ -87,8 +87,21 @@ func (f *transfers) open(e *Engine) {
 	}
 }
 
-// stop comes before the memory goes.
+// stop comes before the memory goes. Where ranks have not met, a peer may yet find a message that was copied aside, in the midst of a call that
+// has not heard why this rank ends. It reads it in one process, where the copy stays, and cannot in another.
 func (f *transfers) stop(e *Engine) {
+	if e.bells == nil {
+		f.nonce.Revoke()
+	} else {
+		for i := range f.pairs {
+			pr := &f.pairs[i]
+			pr.out.Lock()
+			for k := range pr.boxes {
+				e.bells[e.space.Rank].keep(pr.boxes[k].aside)
+			}
+			pr.out.Unlock()
+		}
+	}
 	if f.across != nil && f.across.quit != nil {
 		f.across.stop(e)
 	}

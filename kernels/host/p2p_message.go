@@ -407,6 +407,7 @@ func (f *transfers) rest(e *Engine) error {
 		if p == me {
 			continue
 		}
+		f.pairs[p].clear()
 		for _, way := range [2][2]int{{me, p}, {p, me}} {
 			src, dst := way[0], way[1]
 			if e.word(dst, f.c.Posted(src)).Load() == 0 {

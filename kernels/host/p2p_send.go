@@ -103,6 +103,15 @@ func (f *transfers) forget(o *outgoing) {
 	o.aside = nil
 }
 
+// clear lets go of all that was copied aside for the rank, which will not look for it any more.
+func (pr *pair) clear() {
+	pr.out.Lock()
+	defer pr.out.Unlock()
+	for k := range pr.boxes {
+		pr.f.forget(&pr.boxes[k])
+	}
+}
+
 // reap lets go of all copies whose messages have ended.
 func (f *transfers) reap(e *Engine) {
 	for p := range f.pairs {
