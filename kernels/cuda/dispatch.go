@@ -217,7 +217,7 @@ func (x *dispatches) add(p *port, op kernels.Operation) error {
 	case *kernels.CombineBackward:
 		return x.addBackward(p, a)
 	case *kernels.Results:
-		return x.addResults(p, a)
+		return x.addResults(p, a, 0)
 	}
 	return errForeign
 }

@@ -334,12 +334,12 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	return x.addInto(p, d.Into, 0)
 }
 
-// addInto appends the copy that belongs to a dispatch, where it has one, as addCopy does.
+// addInto appends the copy that belongs to a dispatch, where it has one, as addResults does.
 func (x *dispatches) addInto(p *port, r *kernels.Results, others int) error {
 	if r == nil || r.Count == 0 {
 		return nil
 	}
-	return x.addCopy(p, r, others)
+	return x.addResults(p, r, others)
 }
 
 // straight has a dispatch of few tokens put its rows by token where the caller wants a copy of them, and returns what is left to copy: no peer

@@ -8,12 +8,9 @@ import (
 	"github.com/switchyard-moe/switchyard/kernels"
 )
 
-// addResults appends the copy of what a dispatch has left. It begins when all before it on the stream has ended, or while the dispatch runs.
-func (x *dispatches) addResults(p *port, r *kernels.Results) error { return x.addCopy(p, r, 0) }
-
-// addCopy is addResults. The kernel is set up while the one in front of it runs if there is room for its blocks next to that many of the
-// other; 0: it waits.
-func (x *dispatches) addCopy(p *port, r *kernels.Results, others int) error {
+// addResults appends the copy of what a dispatch has left. It begins when all before it on the stream has ended, or while the dispatch runs. The
+// kernel is set up while the one in front of it runs if there is room for its blocks next to that many of the other; 0: it waits.
+func (x *dispatches) addResults(p *port, r *kernels.Results, others int) error {
 	l, err := x.call(p, &kernels.DispatchCall{Op: kernels.OpDispatch, Handle: r.Handle, Tokens: r.Tokens, Blocks: r.Blocks, Phase: kernels.Both})
 	if err != nil {
 		return err
