@@ -71,7 +71,8 @@ func newPort(e *Engine, fam family, name string, offset int64) (_ *port, err err
 }
 
 // begin makes sure that the engine has a stream for the first call without one. Where ranks of a process share a GPU the driver holds the first
-// kernel of a stream back while another rank's runs, so that must not be a kernel the others wait for.
+// kernel of a stream back while another rank's runs, so that must not be a kernel the others wait for. The wait ends with such a kernel, at its
+// deadline, as that for a module does which is loaded.
 func (p *port) begin() error {
 	s, err := p.e.takeStream()
 	if err != nil {
