@@ -104,9 +104,9 @@ func TestReadsOfWhoWasRevokedAreErrors(t *testing.T) {
 	nonce, b := NewNonce(), []byte("text")
 	p := Self(nonce)
 	dst := make([]byte, len(b))
-	require.NoError(t, p.Read(dst, uintptr(unsafe.Pointer(unsafe.SliceData(b)))))
+	require.NoError(t, p.Read(dst, Addr(b)))
 	nonce.Revoke()
-	require.ErrorIs(t, p.Read(dst, uintptr(unsafe.Pointer(unsafe.SliceData(b)))), errStranger)
+	require.ErrorIs(t, p.Read(dst, Addr(b)), errStranger)
 	runtime.KeepAlive(nonce)
 	runtime.KeepAlive(b)
 }

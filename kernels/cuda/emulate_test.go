@@ -33,13 +33,18 @@ func newEmulator(t *testing.T) emulator {
 	if runtime.GOARCH != "amd64" {
 		t.Skip("the emulation switches stacks in the instructions of amd64")
 	}
-	if _, err := os.Stat("dispatch.cu"); err != nil {
-		t.Skip("the sources are not next to the test binary")
-	}
+	needSources(t)
 	if _, err := emulated.Compiler(); err != nil {
 		t.Skip("needs a C++ compiler")
 	}
 	return emulator{t.TempDir()}
+}
+
+func needSources(t *testing.T) {
+	t.Helper()
+	if _, err := os.Stat("dispatch.cu"); err != nil {
+		t.Skip("the sources are not next to the test binary")
+	}
 }
 
 // compile is what the compiler makes of the kernels, with bugs put into them, each an old text and a new one, and of what paths name, whose
@@ -197,13 +202,12 @@ var update = flag.Bool("update", false, "write anew by which seeds the emulation
 // seeds says, comes first: it is one of the rounds that a search goes through, and most searches are much longer.
 func findsBugs(t *testing.T, family string, bugs map[string][]string) {
 	t.Run(family, func(t *testing.T) {
-		t.Parallel() // so that families are compiled side by side
-		if _, err := os.Stat("dispatch.cu"); err == nil {
-			for _, bug := range bugs {
-				edited(t, bug) // in short tests too: texts get stale
-			}
-		}
+		t.Parallel()                          // so that families are compiled side by side
 		if testing.Short() || proctest.Race { // which sees nothing of it
+			needSources(t)
+			for _, bug := range bugs {
+				edited(t, bug) // texts get stale
+			}
 			t.Skip("compiles the kernels several times")
 		}
 		file, before, now := filepath.Join("testdata/emulate", family+".seeds.json"), map[string]int{}, map[string]int{}
