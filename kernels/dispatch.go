@@ -295,7 +295,8 @@ const (
 type DispatchOp uint8
 
 // The calls. OpRefused is a rank that cannot take part in what it was called for, OpResults a copy that other ranks hear nothing of,
-// OpTokenWeights the part of a combine by which an engine sends weights, and OpMake a rank that makes a dispatcher in place of a call, see Maker.
+// OpTokenWeights the part of a combine by which an engine sends weights, OpMake a rank that makes a dispatcher in place of a call, see Maker, and
+// OpExpand and OpFold what a rank does with its rows alone.
 const (
 	OpRefused DispatchOp = iota
 	OpDispatch
@@ -306,11 +307,13 @@ const (
 	OpResults
 	OpTokenWeights
 	OpMake
+	OpExpand
+	OpFold
 )
 
 // String is the call's name in reports.
 func (o DispatchOp) String() string {
-	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward", "results", "token weights", "the making of a dispatcher"}[o]
+	return [...]string{"refused", "dispatch", "redispatch", "combine", "combine backward", "dispatch backward", "results", "token weights", "the making of a dispatcher", "expand", "fold"}[o]
 }
 
 // DispatchRouting is a copy of what a handle has of the routing of its dispatch, in memory of the device that only this rank reads:

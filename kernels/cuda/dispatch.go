@@ -44,10 +44,11 @@ type sumKernels struct {
 // dispatches are the launches of one dispatcher. It is a family.
 type dispatches struct {
 	common
-	m      *kernels.DispatchBounds
-	k      *dispatchKernels
-	masks  place          // of struct sw_mask, 0 for none
-	masked *maskedKernels // with Masks
+	m       *kernels.DispatchBounds
+	k       *dispatchKernels
+	masks   place          // of struct sw_mask, 0 for none
+	masked  *maskedKernels // with Masks
+	expands *expandKernels
 }
 
 // dispatchFixedShared is more than the kernels have next to what is asked for at launch.
@@ -110,7 +111,10 @@ func (*dispatches) hit(err error, handles []int) error {
 }
 
 func (x *dispatches) load(e *Engine) (err error) {
-	if x.k, err = loadOnce[dispatchKernels](e); err != nil || !x.m.Masks {
+	if x.k, err = loadOnce[dispatchKernels](e); err != nil {
+		return err
+	}
+	if x.expands, err = loadOnce[expandKernels](e); err != nil || !x.m.Masks {
 		return err
 	}
 	x.masked, err = loadOnce[maskedKernels](e)
@@ -218,6 +222,10 @@ func (x *dispatches) add(p *port, op kernels.Operation) error {
 		return x.addBackward(p, a)
 	case *kernels.Results:
 		return x.addResults(p, a, 0)
+	case *kernels.Expand:
+		return x.addExpand(p, a)
+	case *kernels.Fold:
+		return x.addFold(p, a)
 	}
 	return errForeign
 }

@@ -597,6 +597,23 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"		release_stream(); // for the kernel that takes or tells of the rows, which counts the call\n	else", "		release_stream(), now.advance_by_last();\n	else",
 		},
 	})
+	findsBugs(t, "expand", map[string][]string{
+		"a choice has a row behind the last": {
+			"slot < a.length ? static_cast<int>(slot) : -1", "static_cast<int>(slot)",
+		},
+		"a warp numbers choices as if it were the first": {
+			"u32 next = b.first + b.before[warp];", "u32 next = b.first;",
+		},
+		"an expert begins behind the last row of the one before": {
+			"sum += (counts[e] + a.align - 1) / a.align * a.align;", "sum += counts[e];",
+		},
+		"padding is not cleared": {
+			"if (behind >= room)", "if (true)",
+		},
+		"a choice of no expert has a row": {
+			"slot >= 0 ? __fadd_rn(sum[i], f[i]) : sum[i]", "__fadd_rn(sum[i], 1)",
+		},
+	})
 	findsBugs(t, "results", map[string][]string{
 		"rows that did not come are copied": {
 			"u64 bytes = came * p.row;", "u64 bytes = p.bytes;",

@@ -64,9 +64,14 @@ func callIn(op kernels.Operation) *kernels.DispatchCall {
 }
 
 func (f *dispatches) run(p *port, op kernels.Operation) error {
-	if r, ok := op.(*kernels.Results); ok {
-		f.copyResults(r)
+	switch a := op.(type) {
+	case *kernels.Results:
+		f.copyResults(a)
 		return nil
+	case *kernels.Expand:
+		return expandRows(a)
+	case *kernels.Fold:
+		return foldRows(a)
 	}
 	m := dispatchScratch.Get().(*dispatching)
 	m.enter(p, f, op)

@@ -31,7 +31,7 @@ func families() []entry {
 	return []entry{
 		entryOf(newExchanges, "alltoallv", "barrier"),
 		entryOf(newReductions, names(kernels.ReduceScatter, kernels.AllGather, kernels.AllReduce, kernels.Broadcast, kernels.AllToAll)...),
-		entryOf(newDispatches, names(kernels.OpDispatch, kernels.OpRedispatch, kernels.OpCombine, kernels.OpCombineBackward, kernels.OpDispatchBackward, kernels.OpResults)...),
+		entryOf(newDispatches, names(kernels.OpDispatch, kernels.OpRedispatch, kernels.OpCombine, kernels.OpCombineBackward, kernels.OpDispatchBackward, kernels.OpResults, kernels.OpExpand, kernels.OpFold)...),
 		entryOf(newTransfers, append(names(kernels.TransferKinds()...), kernels.MessageOperations()...)...),
 	}
 }

@@ -7,6 +7,7 @@ package layout
 // #include "args.h"
 // #include "plans.h"
 // #include "rails.h"
+// #include "expand.h"
 // #include "messages.h"
 import "C"
 
@@ -459,6 +460,40 @@ func Of() map[string]int {
 		m["across_args.to"] = int(unsafe.Offsetof(s.to))
 		m["across_args.from"] = int(unsafe.Offsetof(s.from))
 		m["across_args.home"] = int(unsafe.Offsetof(s.home))
+	}
+	{
+		var s C.struct_sw_expand_args
+		m["expand_args"] = int(unsafe.Sizeof(s))
+		m["expand_args.indices"] = int(unsafe.Offsetof(s.indices))
+		m["expand_args.counts"] = int(unsafe.Offsetof(s.counts))
+		m["expand_args.slots"] = int(unsafe.Offsetof(s.slots))
+		m["expand_args.rows"] = int(unsafe.Offsetof(s.rows))
+		m["expand_args.to_rows"] = int(unsafe.Offsetof(s.to_rows))
+		m["expand_args.scales"] = int(unsafe.Offsetof(s.scales))
+		m["expand_args.to_scales"] = int(unsafe.Offsetof(s.to_scales))
+		m["expand_args.weights"] = int(unsafe.Offsetof(s.weights))
+		m["expand_args.to_weights"] = int(unsafe.Offsetof(s.to_weights))
+		m["expand_args.row_bytes"] = int(unsafe.Offsetof(s.row_bytes))
+		m["expand_args.scale_bytes"] = int(unsafe.Offsetof(s.scale_bytes))
+		m["expand_args.tokens"] = int(unsafe.Offsetof(s.tokens))
+		m["expand_args.top_k"] = int(unsafe.Offsetof(s.top_k))
+		m["expand_args.experts"] = int(unsafe.Offsetof(s.experts))
+		m["expand_args.align"] = int(unsafe.Offsetof(s.align))
+		m["expand_args.length"] = int(unsafe.Offsetof(s.length))
+		m["expand_args.spare"] = int(unsafe.Offsetof(s.spare))
+	}
+	{
+		var s C.struct_sw_fold_args
+		m["fold_args"] = int(unsafe.Sizeof(s))
+		m["fold_args.rows"] = int(unsafe.Offsetof(s.rows))
+		m["fold_args.slots"] = int(unsafe.Offsetof(s.slots))
+		m["fold_args.sums"] = int(unsafe.Offsetof(s.sums))
+		m["fold_args.weights"] = int(unsafe.Offsetof(s.weights))
+		m["fold_args.to_weights"] = int(unsafe.Offsetof(s.to_weights))
+		m["fold_args.row_bytes"] = int(unsafe.Offsetof(s.row_bytes))
+		m["fold_args.tokens"] = int(unsafe.Offsetof(s.tokens))
+		m["fold_args.top_k"] = int(unsafe.Offsetof(s.top_k))
+		m["fold_args.spare"] = int(unsafe.Offsetof(s.spare))
 	}
 	{
 		var s C.struct_sw_message_block

@@ -34,7 +34,7 @@ import (
 const source = "kernels/cuda"
 
 // headers are the headers of files that are not in args.h, which each of them includes.
-var headers = map[string]string{"messages_args.go": "messages.h", "plans_args.go": "plans.h", "rails_args.go": "rails.h"}
+var headers = map[string]string{"expand_args.go": "expand.h", "messages_args.go": "messages.h", "plans_args.go": "plans.h", "rails_args.go": "rails.h"}
 
 const common = "args.h"
 
