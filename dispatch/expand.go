@@ -11,6 +11,9 @@ type Expansion struct {
 	// Indices are [tokens, TopK] of int64, the expert of each choice here, -1 for none, as Result.Indices are. Counts [experts] of int32 are the
 	// choices of each, as those of Result are. Slots are written, [tokens, TopK] of int32: the row of each choice, -1 for none.
 	Indices, Counts, Slots memory.View
+	// Rooms are written, [experts + 1] of int64: how many rows each expert has with those between it and the next, as far as Length goes, and at last 1
+	// where choices were left out, else 0. Empty: they are not wanted.
+	Rooms memory.View
 	// Rows and Scales have one for each token, of any type, and Weights [tokens, TopK] are float32. They are written to ToRows, ToScales and
 	// ToWeights, which have Length rows. A view that is empty is not there; Rows are.
 	Rows, ToRows, Scales, ToScales, Weights, ToWeights memory.View
@@ -39,6 +42,7 @@ func (d *Dispatcher) Expand(s device.Stream, e Expansion) error {
 		t    kernels.DType
 	}{
 		{"counts", e.Counts, e.Counts.Len(), kernels.Int32}, {"slots", e.Slots, e.Indices.Len() / 2, kernels.Int32},
+		{"rooms", e.Rooms, either(e.Rooms, 2*e.Counts.Len()+8), kernels.Int64},
 		{"weights", e.Weights, either(e.Weights, e.Indices.Len()/2), kernels.Float32},
 		{"to weights", e.ToWeights, either(e.Weights, 4*int64(e.Length)), kernels.Float32},
 	} {
@@ -56,7 +60,7 @@ func (d *Dispatcher) Expand(s device.Stream, e Expansion) error {
 		}
 	}
 	x := &kernels.Expand{
-		Indices: d.own(e.Indices), Counts: d.own(e.Counts), Slots: d.own(e.Slots), Rows: d.own(e.Rows), ToRows: d.own(e.ToRows),
+		Indices: d.own(e.Indices), Counts: d.own(e.Counts), Slots: d.own(e.Slots), Rooms: d.own(e.Rooms), Rows: d.own(e.Rows), ToRows: d.own(e.ToRows),
 		Scales: d.own(e.Scales), ToScales: d.own(e.ToScales), Weights: d.own(e.Weights), ToWeights: d.own(e.ToWeights),
 		TopK: d.bounds.TopK, Align: e.Align, Length: e.Length, Blocks: d.options.MaxSMs,
 	}
@@ -100,6 +104,9 @@ func (d *Dispatcher) Fold(s device.Stream, f Folding) error {
 	}
 	if hidden%f.Type.Size() != 0 || hidden == 0 && f.Rows.Len() > 0 && tokens > 0 || hidden > 0 && f.Rows.Len()%hidden != 0 {
 		return invalid("rows of %d bytes, sums of %d tokens of %d bytes", f.Rows.Len(), tokens, hidden)
+	}
+	if d.c.Heap.Device().Kind() != device.HostKind && hidden%16 != 0 {
+		return invalid("rows of %d bytes: on a GPU want a multiple of 16", hidden)
 	}
 	x := &kernels.Fold{
 		Rows: d.own(f.Rows), Slots: d.own(f.Slots), Sums: d.own(f.Sums), Weights: d.own(f.Weights), ToWeights: d.own(f.ToWeights),

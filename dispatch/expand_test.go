@@ -31,10 +31,11 @@ func expandAndFold(r *rank, seed uint64) {
 					counts[indices[i]]++
 				}
 			}
-			next, at := make([]int32, 4), int32(0)
+			next, at, wantRooms := make([]int32, 4), int32(0), make([]int64, 5)
 			for e, n := range counts {
 				next[e] = at
 				at = int32(kernels.AlignUp(int64(at+n), int64(align)))
+				wantRooms[e] = int64(at - next[e])
 			}
 			length := int(at)
 			rows, weights := make([]float32, tokens*hidden), make([]float32, tokens*topK)
@@ -61,7 +62,7 @@ func expandAndFold(r *rank, seed uint64) {
 				}
 			}
 			e := dispatch.Expansion{
-				Indices: r.up(shm.Bytes(indices)), Counts: r.up(shm.Bytes(counts)), Slots: r.up(make([]byte, 4*len(indices))), Rows: r.up(shm.Bytes(rows)),
+				Indices: r.up(shm.Bytes(indices)), Counts: r.up(shm.Bytes(counts)), Slots: r.up(make([]byte, 4*len(indices))), Rooms: r.up(make([]byte, 40)), Rows: r.up(shm.Bytes(rows)),
 				ToRows: r.up(make([]byte, 4*length*hidden)), Weights: r.up(shm.Bytes(weights)), ToWeights: r.up(make([]byte, 4*length)), Align: align, Length: length,
 			}
 			f := dispatch.Folding{
@@ -73,6 +74,7 @@ func expandAndFold(r *rank, seed uint64) {
 				require.NoError(r, s.Synchronize())
 			}
 			require.Equal(r, string(shm.Bytes(wantSlots)), string(r.down(e.Slots)))
+			require.Equal(r, string(shm.Bytes(wantRooms)), string(r.down(e.Rooms)))
 			require.Equal(r, string(shm.Bytes(wantRows)), string(r.down(e.ToRows)))
 			require.Equal(r, string(shm.Bytes(wantWeights)), string(r.down(e.ToWeights)))
 			require.Equal(r, string(shm.Bytes(wantSums)), string(r.down(f.Sums)))
@@ -118,6 +120,12 @@ func TestF3_ExpansionsThatAreRefused(t *testing.T) {
 			change(&e)
 			require.ErrorContains(r, d.Expand(nil, e), text)
 		}
+		few := good()
+		few.Length, few.ToRows, few.Rooms = 2, numbers(make([]float32, 16)), numbers(make([]int64, 5))
+		require.NoError(r, d.Expand(nil, few))
+		require.Equal(r, shm.Bytes([]int64{1, 1, 0, 0, 1}), few.Rooms.Bytes())
+		few.Rooms = numbers(make([]int64, 4))
+		require.ErrorContains(r, d.Expand(nil, few), "rooms has 32 bytes")
 		fold := dispatch.Folding{Rows: numbers(make([]float32, 24)), Slots: numbers([]int32{0, 1, 2, -1}), Sums: numbers(make([]float32, 16)), Type: kernels.Float32}
 		require.NoError(r, d.Fold(nil, fold))
 		fold.Type = kernels.Int32

@@ -7,6 +7,9 @@ type Expand struct {
 	// Indices are [tokens, TopK] of int64, the expert of each choice, -1 for none, and Counts [experts] of int32 the choices of each. Slots are a
 	// result of the shape of Indices, of int32: the row of each choice, -1 for none and for one behind the last row.
 	Indices, Counts, Slots Buffer
+	// Rooms are a result, [experts + 1] of int64: how many of the Length rows each expert has with those between it and the next, and at last 1 where
+	// rows are left out, else 0. Without bytes they are not wanted.
+	Rooms Buffer
 	// Rows and Scales are copied to ToRows and ToScales, which have Length of them, as ToWeights has. Weights are [tokens, TopK] of float32.
 	// Those without bytes are not there.
 	Rows, ToRows, Scales, ToScales, Weights, ToWeights Buffer

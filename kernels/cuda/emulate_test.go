@@ -607,6 +607,9 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"an expert begins behind the last row of the one before": {
 			"sum += (counts[e] + a.align - 1) / a.align * a.align;", "sum += counts[e];",
 		},
+		"an expert has room behind the last row": {
+			"min(end, a.length) - min(first, a.length)", "end - min(first, a.length)",
+		},
 		"padding is not cleared": {
 			"if (behind >= room)", "if (true)",
 		},

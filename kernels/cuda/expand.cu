@@ -21,6 +21,18 @@ __device__ __forceinline__ u32 first_row(const sw_expand_args &a, u32 expert, u3
 	return __reduce_add_sync(~0u, sum);
 }
 
+// How many of the rows an expert has with those between it and the next, and with the last expert whether rows are left
+// out.
+__device__ __forceinline__ void tell_room(const sw_expand_args &a, u32 expert, u32 first)
+{
+	i64 *rooms = reinterpret_cast<i64 *>(a.rooms);
+	u32 count = reinterpret_cast<const u32 *>(a.counts)[expert],
+	    end = first + (count + a.align - 1) / a.align * a.align;
+	rooms[expert] = min(end, a.length) - min(first, a.length);
+	if (expert == a.experts - 1)
+		rooms[a.experts] = end > a.length ? 1 : 0;
+}
+
 struct places_board {
 	u32 before[SW_EXPAND_PLACE_THREADS / 32]; // choices of the expert in the parts of the warps before each
 	u32 first;
@@ -44,8 +56,11 @@ __device__ __forceinline__ void number_choices(const sw_expand_args &a, places_b
 		b.before[warp] = mine;
 	if (warp == 0) {
 		u32 first = first_row(a, expert, lane);
-		if (lane == 0)
+		if (lane == 0) {
 			b.first = first;
+			if (a.rooms != 0)
+				tell_room(a, expert, first);
+		}
 	}
 	__syncthreads();
 	if (warp == 0) {

@@ -36,9 +36,12 @@ func (x *dispatches) addExpand(p *port, a *kernels.Expand) error {
 	if a.ToWeights.Bytes > 0 {
 		args.weights, args.toWeights = uint64(a.Weights.Ptr), uint64(a.ToWeights.Ptr)
 	}
-	if tokens > 0 {
+	if a.Rooms.Bytes > 0 {
+		args.rooms = uint64(a.Rooms.Ptr)
+	}
+	if tokens > 0 || args.rooms != 0 {
 		p.batch.Launch(0, cuda.Launch{
-			Function: x.expands.places, Grid: [3]uint32{uint32(max(experts, 1)), 1, 1}, Block: [3]uint32{expandPlaceThreads, 1, 1}, Args: cuda.BytesOf(&args),
+			Function: x.expands.places, Grid: [3]uint32{uint32(experts), 1, 1}, Block: [3]uint32{expandPlaceThreads, 1, 1}, Args: cuda.BytesOf(&args),
 		})
 	}
 	tiles := int64(args.rowBytes+tileBytes-1) / tileBytes * int64(tokens+experts*(a.Align-1))

@@ -23,6 +23,7 @@ type expandArgs struct {
 	toScales   uint64
 	weights    uint64 // [tokens, topK]; 0: there are none
 	toWeights  uint64 // [length]
+	rooms      uint64 // [experts + 1] of int64: rows of each with those between it and the next, and whether rows are left out; 0: not wanted
 	rowBytes   uint32
 	scaleBytes uint32 // a multiple of 4
 	tokens     uint32

@@ -18,12 +18,21 @@ func expandRows(a *kernels.Expand) error {
 		}
 	}
 	next, gaps := make([]int64, experts), make([][2]int, 0, experts+1)
+	rooms := shm.View[int64](a.Rooms.Mem)
 	at := int64(0)
 	for e, n := range counts {
 		next[e] = at
 		end := at + int64(n)
 		at = kernels.AlignUp(end, int64(a.Align))
 		gaps = append(gaps, [2]int{min(int(end), a.Length), min(int(at), a.Length)})
+		if len(rooms) > 0 {
+			rooms[e] = min(at, int64(a.Length)) - min(next[e], int64(a.Length))
+		}
+	}
+	if len(rooms) > 0 {
+		if rooms[experts] = 0; at > int64(a.Length) {
+			rooms[experts] = 1
+		}
 	}
 	gaps = append(gaps, [2]int{min(int(at), a.Length), a.Length})
 	for i, e := range indices {

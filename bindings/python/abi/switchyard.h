@@ -131,12 +131,12 @@ struct switchyard_result_call {
 
 // core.ExpandCall, and its inverse, core.FoldCall.
 struct switchyard_expand_call {
-	struct switchyard_buffer Indices, Slots, Rows, ToRows, Scales, ToScales, Weights, ToWeights;
-	int64_t TopK, Experts, Align, Length;
+	struct switchyard_buffer Indices, Counts, Slots, Rooms, Rows, ToRows, Scales, ToScales, Weights, ToWeights;
+	int64_t Align, Length;
 };
 struct switchyard_fold_call {
-	struct switchyard_buffer Rows, Slots, Sums;
-	int64_t TopK, Type;
+	struct switchyard_buffer Rows, Slots, Sums, Weights, ToWeights;
+	int64_t Type;
 };
 
 // core.RouteCall. Made and Rows are results.

@@ -51,29 +51,20 @@ func (d *Dispatcher) Results(stream uintptr, c *ResultCall, h *Handle, put func(
 	if err != nil {
 		return err
 	}
-	var s device.Stream
-	if g := d.gpu; g != nil {
-		g.mu.Lock()
-		defer g.mu.Unlock()
-		if g.closed {
-			return ErrClosed
-		}
-		if s, err = g.wrap(stream); err != nil {
+	return d.alone(stream, func(s device.Stream) error {
+		routing, err := inner.CopyTo(s, to)
+		if err != nil {
 			return err
 		}
-	}
-	routing, err := inner.CopyTo(s, to)
-	if err != nil {
-		return err
-	}
-	if routing != nil {
-		c.Made = put(&Routing{d: d, inner: routing})
-	}
-	if c.Release != 0 && h.gone() {
-		h.back.Store(true)
-		inner.Release()
-	}
-	return nil
+		if routing != nil {
+			c.Made = put(&Routing{d: d, inner: routing})
+		}
+		if c.Release != 0 && h.gone() {
+			h.back.Store(true)
+			inner.Release()
+		}
+		return nil
+	})
 }
 
 // result is the memory that a copy fills.

@@ -181,6 +181,24 @@ func (d *Dispatcher) run(stream uintptr, call func(s device.Stream) (uint64, err
 	return 0, err
 }
 
+// alone makes a call of which no other rank hears: enqueued on a GPU, at once on the host.
+func (d *Dispatcher) alone(stream uintptr, call func(s device.Stream) error) error {
+	g := d.gpu
+	if g == nil {
+		return call(nil)
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.closed {
+		return ErrClosed
+	}
+	s, err := g.wrap(stream)
+	if err != nil {
+		return err
+	}
+	return call(s)
+}
+
 // view is memory as calls take it: symmetric where it is.
 func (d *Dispatcher) view(b Buffer) (memory.View, error) {
 	if v, ok := d.own(b); ok {
@@ -206,7 +224,7 @@ func (d *Dispatcher) own(b Buffer) (memory.View, bool) {
 }
 
 // views are several of them.
-func (d *Dispatcher) views(of ...*Buffer) (v [8]memory.View, err error) {
+func (d *Dispatcher) views(of ...*Buffer) (v [10]memory.View, err error) {
 	for i, b := range of {
 		if v[i], err = d.view(*b); err != nil {
 			return v, err

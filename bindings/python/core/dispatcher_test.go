@@ -262,8 +262,8 @@ func TestCallsAreNumbersWithoutGaps(t *testing.T) {
 	require.EqualValues(t, 14*8, reflect.TypeFor[DispatchCall]().Size())
 	require.EqualValues(t, 22*8, reflect.TypeFor[CombineCall]().Size())
 	require.EqualValues(t, 26*8, reflect.TypeFor[ResultCall]().Size())
-	require.EqualValues(t, 20*8, reflect.TypeFor[ExpandCall]().Size())
-	require.EqualValues(t, 8*8, reflect.TypeFor[FoldCall]().Size())
+	require.EqualValues(t, 22*8, reflect.TypeFor[ExpandCall]().Size())
+	require.EqualValues(t, 11*8, reflect.TypeFor[FoldCall]().Size())
 	require.EqualValues(t, 3*8, reflect.TypeFor[RouteCall]().Size())
 	require.EqualValues(t, 12*8, reflect.TypeFor[BackwardCall]().Size())
 }

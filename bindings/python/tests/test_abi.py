@@ -116,13 +116,11 @@ def test_calls_are_in_the_order_of_their_structures():
         *((name, (2 * i + 1, 2 * i + 2)) for i, name in enumerate(abi.RESULTS)), ("Handle", 23), ("Length", 24),
         ("Release", 25), ("Made", 26),
     ]  # fmt: skip
-    assert numbers(abi.ExpandCall.from_buffer(abi.expand_call(range(1, 17), 17, 18, 19, 20))) == [
-        ("Indices", (1, 2)), ("Slots", (3, 4)), ("Rows", (5, 6)), ("ToRows", (7, 8)), ("Scales", (9, 10)),
-        ("ToScales", (11, 12)), ("Weights", (13, 14)), ("ToWeights", (15, 16)), ("TopK", 17), ("Experts", 18), ("Align", 19),
-        ("Length", 20),
+    assert numbers(abi.ExpandCall.from_buffer(abi.expand_call(range(1, 21), 21, 22))) == [
+        *((name, (2 * i + 1, 2 * i + 2)) for i, name in enumerate(abi.EXPANSION)), ("Align", 21), ("Length", 22),
     ]  # fmt: skip
-    assert numbers(abi.FoldCall.from_buffer(abi.fold_call((1, 2), (3, 4), (5, 6), 7, 8))) == [
-        ("Rows", (1, 2)), ("Slots", (3, 4)), ("Sums", (5, 6)), ("TopK", 7), ("Type", 8),
+    assert numbers(abi.FoldCall.from_buffer(abi.fold_call(range(1, 11), 11))) == [
+        *((name, (2 * i + 1, 2 * i + 2)) for i, name in enumerate(abi.FOLDING)), ("Type", 11),
     ]  # fmt: skip
     call = abi.route_call(1)
     call[abi.ROUTE_MADE], call[abi.ROUTE_ROWS] = 2, 3

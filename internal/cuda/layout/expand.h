@@ -24,6 +24,7 @@ struct sw_expand_args {
 	uint64_t to_scales;
 	uint64_t weights; /* [tokens, topK]; 0: there are none */
 	uint64_t to_weights; /* [length] */
+	uint64_t rooms; /* [experts + 1] of int64: rows of each with those between it and the next, and whether rows are left out; 0: not wanted */
 	uint32_t row_bytes;
 	uint32_t scale_bytes; /* a multiple of 4 */
 	uint32_t tokens;

@@ -473,6 +473,7 @@ func Of() map[string]int {
 		m["expand_args.to_scales"] = int(unsafe.Offsetof(s.to_scales))
 		m["expand_args.weights"] = int(unsafe.Offsetof(s.weights))
 		m["expand_args.to_weights"] = int(unsafe.Offsetof(s.to_weights))
+		m["expand_args.rooms"] = int(unsafe.Offsetof(s.rooms))
 		m["expand_args.row_bytes"] = int(unsafe.Offsetof(s.row_bytes))
 		m["expand_args.scale_bytes"] = int(unsafe.Offsetof(s.scale_bytes))
 		m["expand_args.tokens"] = int(unsafe.Offsetof(s.tokens))

@@ -6,10 +6,12 @@ import ctypes
 
 import pytest
 import switchyard
+import test_expand
+import test_hybrid
 import torch
 import torch.distributed as dist
 import world
-from layers import HIDDEN, applied, dispatched, factors, routing, want
+from layers import HIDDEN, TOP_K, applied, dispatched, factors, routing, want
 from switchyard import errors
 from test_compile import same_bits
 
@@ -389,10 +391,10 @@ def worst_launches(rank, size, second, tokens):
     x, idx, weights = routing(rank, size, tokens, 0, CUDA)
     back, layout = torch.ones(tokens * size, HIDDEN, device=CUDA), None if second else buffer.get_dispatch_layout(idx, 4 * size)
 
-    def pair():
+    def pair(expanded=False):
         if second:
             handle = buffer.dispatch(
-                x, idx, weights, num_experts=4 * size, num_max_tokens_per_rank=tokens, do_cpu_sync=False
+                x, idx, weights, num_experts=4 * size, num_max_tokens_per_rank=tokens, do_cpu_sync=False, do_expand=expanded
             )[3]
         else:
             handle = buffer.dispatch(
@@ -403,7 +405,12 @@ def worst_launches(rank, size, second, tokens):
 
     results = "take_results" if torch.cuda.device_count() >= size else "copy_results"
     many = ["dispatch_rows", results, "experts_sum_f32", "combine_rows_f32"]
-    assert launched(pair) == (["dispatch_few", "copy_results", "combine_few_f32"] if tokens <= 256 else many)
+    kernels = ["dispatch_few", "copy_results", "combine_few_f32"] if tokens <= 256 else many
+    assert launched(pair) == kernels
+    if second:
+        back = torch.ones(TOP_K * tokens * size, HIDDEN, device=CUDA)
+        expanded = ["expand_places", "expand_rows", "fold_rows_f32"]
+        assert launched(lambda: pair(True)) == kernels[:2] + expanded + kernels[2:]
     buffer.destroy()
 
 
@@ -436,6 +443,19 @@ def elastic_graph(rank, size, expand):
     graph = replayed(size, step, still, range(1, 6))
     del graph
     buffer.destroy()
+
+
+def test_rows_of_choices_are_those_of_tokens(cuda):
+    cuda.run(test_expand.expanded, CUDA, timeout=60)
+
+
+@pytest.mark.parametrize("by_map", [False, True])
+def test_hybrid_there_and_back(cuda, by_map):
+    cuda.run(test_hybrid.both_ways, by_map, 16, CUDA, timeout=60)
+
+
+def test_hybrid_rows_that_a_budget_has_no_room_for(cuda):
+    cuda.run(test_hybrid.budgeted, CUDA, timeout=60)
 
 
 @pytest.mark.parametrize("expand", [False, True], ids=["compact", "expanded"])

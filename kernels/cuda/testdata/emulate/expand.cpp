@@ -79,6 +79,11 @@ bool expands()
 		room.push_back(at);
 	}
 	u32 length = draw(3) == 0 ? draw(at + 1) : at + draw(4);
+	bool told = draw(2) == 0;
+	memory rooms(8ull * (experts + 1));
+	for (u32 e = 0; told && e <= experts; e++)
+		rooms.wants<i64>(e) =
+		    e == experts ? at > length : std::min(room[e], length) - std::min(e > 0 ? room[e - 1] : 0, length);
 	memory rows(1ull * tokens * row, true), to_rows(1ull * length * row), from_scales(1ull * tokens * scale, true),
 	    to_scales(1ull * length * scale), from_weights(4ull * tokens * top_k, true), to_weights(4ull * length);
 	indices.want = indices.bytes, counts.want = counts.bytes;
@@ -106,11 +111,13 @@ bool expands()
 	a.to_rows = to_rows.at();
 	a.scales = scales ? from_scales.at() : 0, a.to_scales = to_scales.at();
 	a.weights = weights ? from_weights.at() : 0, a.to_weights = to_weights.at();
+	a.rooms = told ? rooms.at() : 0;
 	a.row_bytes = row, a.scale_bytes = scale, a.tokens = tokens, a.top_k = top_k, a.experts = experts,
 	a.align = align, a.length = length;
 	return runs(experts, SW_EXPAND_PLACE_THREADS, [&a] { expand_places(a); }) && slots.right("slots") &&
-	       runs(1 + draw(3), SW_EXPAND_THREADS, [&a] { expand_rows(a); }) && to_rows.right("rows") &&
-	       to_scales.right("scales") && to_weights.right("weights") && slots.right("slots");
+	       rooms.right("rooms") && runs(1 + draw(3), SW_EXPAND_THREADS, [&a] { expand_rows(a); }) &&
+	       to_rows.right("rows") && to_scales.right("scales") && to_weights.right("weights") &&
+	       slots.right("slots");
 }
 
 bool folds()

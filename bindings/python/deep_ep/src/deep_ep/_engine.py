@@ -229,9 +229,7 @@ class Engine:
     ) -> Any:  # fmt: skip
         """The sums of rows over the ranks that each token went to, [tokens, hidden]. With weights [rows, top_k] also those of
         each choice, from the rank of the choice."""
-        made = routing.made
-        if made is None or made.closed or made.shape.hidden != x.shape[1] or SUMS[made.shape.dtype] is not x.dtype:
-            made = self._find(routing, x.shape[1], x.dtype)
+        made = self.combines(routing, x.shape[1], x.dtype)
         pool, kept = self.pool, routing.kept
         counts, n = kept.counts, x.shape[0]
         fits = n <= made.dispatcher.max_rows if counts is None else n == counts.rows  # what is asked most, soonest
@@ -247,6 +245,14 @@ class Engine:
             y = bring(made.dispatcher, rows, kept, weights=weights, biases=bias)
         pool.calls = made.used = pool.calls + 1
         return y
+
+    def combines(self, routing: Routing, hidden: int, dtype: torch.dtype) -> Made:
+        """The dispatcher that combines rows of a type by a routing. If it is not that of the dispatch, all ranks find it
+        together."""
+        made = routing.made
+        if made is None or made.closed or made.shape.hidden != hidden or SUMS[made.shape.dtype] is not dtype:
+            made = self._find(routing, hidden, dtype)
+        return made
 
     def sum_over_ranks(self, weights: Tensor, routing: Routing) -> Tensor:
         """The sums of weights [rows, top_k] over all ranks that each token went to, choice by choice."""

@@ -20,6 +20,7 @@ from ._routings import Routing
 from ._streams import device_of
 from .buffers import _expand
 from .buffers.legacy import checked
+from .utils.sizes import aligned
 
 
 def indices_to_map(
@@ -44,32 +45,38 @@ class HybridHandle(Parts):
 
     _length = 11
 
+    #: Rows of each local expert with padding.
+    padded: Tensor
+    #: The row of each choice [tokens, top_k].
+    slots: Tensor
+    _rooms: Optional[Tensor] = None
+
     def __init__(self, routing: Routing, result: Result, alignment: int, budget: Optional[int], length: int) -> None:
-        self.routing, self.came, self.length = routing, result.came, length
-        counts, top_k = result.came.counts, result.indices.shape[1]
-        slots = _expand.slots_of(result.indices, counts, alignment)
-        first, _ = _expand.starts_of(counts, alignment)
-        ends = torch.cat((first[1:], first[-1:] + -(-counts[-1:] // alignment) * alignment))
-        over = torch.zeros(1, dtype=torch.int32, device=counts.device)
+        self.routing, self.came, self.length, self.alignment = routing, result.came, length, alignment
+        self.budget = budget
         if budget is None:
-            padded = [-(-n // alignment) * alignment for n in result.chosen]
-            #: Rows of each local expert with padding.
-            self.padded = torch.tensor(padded, dtype=torch.int64, device="cpu")
-            self.rows = sum(padded)
+            padded = aligned(result.chosen, alignment)
+            self.padded, self.rows = torch.tensor(padded, dtype=torch.int64, device="cpu"), sum(padded)
         else:
-            over = (ends[-1:] > budget).to(torch.int32)
-            slots = torch.where(slots >= budget, -1, slots)
-            self.padded = (ends.clamp(max=budget) - first.clamp(max=budget)).to(torch.int64)
             self.rows = budget
-        #: The row of each choice [tokens, top_k], and the choice that each row is.
-        self.slots, self.found, self.top_k = slots, _expand.tokens_of(slots, self.rows), top_k
-        self._parts = {8: routing.idx.shape[0], 10: over}
+        self._parts = {8: routing.tokens}
+
+    def expanded(self, result: Result) -> _expand.Expanded:
+        """Rows of a dispatch that went these ways, one for each choice."""
+        made = _expand.expand(result, self.routing, self.alignment, self.rows, self.budget is not None)
+        self.slots = made.slots
+        if made.rooms is not None:
+            self.padded, self._rooms = made.rooms[:-1], made.rooms
+        return made
 
     def _make(self, i: int) -> Optional[Tensor]:
+        if i == 10:
+            none = self._rooms is None
+            return self.came.counts.new_zeros(1) if none else self._rooms[-1:].to(torch.int32)  # type: ignore[index]
         return self.came.counts if i == 7 else None
 
     def tensors(self) -> Sequence[Any]:
-        return self.slots, self.found, self.routing.kept.memory
+        return self.slots, self.routing.kept.memory
 
 
 @uncompiled_methods
@@ -180,10 +187,8 @@ class HybridEPBuffer(Bound):
         else:
             shape = routing.sized()._replace(**kinds)
             result = engine.redispatch(sent.x, sent.scales, beside, routing, shape, handle.length)
-        rows = _expand.spread(result.rows, handle.found, handle.top_k)
-        scales = None if result.scales is None else _expand.spread(result.scales, handle.found, handle.top_k)
-        weights = None if result.weights is None else _expand.weights_of(result.weights, handle.found)
-        return rows, weights, scales, handle.padded, handle
+        made = handle.expanded(result)
+        return made.rows, made.weights, made.scales, handle.padded, handle
 
     def combine_with_unpermute(
         self,
@@ -203,12 +208,14 @@ class HybridEPBuffer(Bound):
         assert handle is not None
         if x.shape[0] != handle.rows:
             raise errors.InvalidArgument(f"deep_ep: {call}: hidden has {x.shape[0]} rows, the dispatch brought {handle.rows}")
-        rows = _expand.fold(x, handle.slots)
-        if probs is None:
+        given = None
+        if probs is not None:
+            if probs.shape != (handle.rows,):
+                raise errors.InvalidArgument(f"deep_ep: {call}: probs has shape {tuple(probs.shape)}, want ({handle.rows},)")
+            given = probs.detach().to(torch.float32).contiguous()
+        rows, weights = _expand.fold(x, given, handle.slots, routing)
+        if weights is None:
             return engine.combine(rows, routing), None
-        if probs.shape != (handle.rows,):
-            raise errors.InvalidArgument(f"deep_ep: {call}: probs has shape {tuple(probs.shape)}, want ({handle.rows},)")
-        weights = _expand.gather(probs.detach().to(torch.float32).contiguous(), handle.slots)
         y, sums = engine.combine(rows, routing, weights)
         return y, indices_to_map(routing.idx, sums, routing.idx.shape[0], routing.shape.experts)[1]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_uint64, c_void_p, sizeof
 from typing import Any
 
-VERSION = 19
+VERSION = 20
 
 _u64p, _i64p, _i32p = POINTER(c_uint64), POINTER(c_int64), POINTER(c_int32)
 
@@ -82,8 +82,8 @@ PROTOTYPES: dict[str, list[Any]] = {
     "combine_backward": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "receive": [c_uint64, c_uint64, c_uint64, c_int32, c_int64, _u64p],
     "results": [c_uint64, c_uint64, c_void_p],
-    "expand": [c_void_p],
-    "fold": [c_void_p],
+    "expand": [c_uint64, c_uint64, c_void_p],
+    "fold": [c_uint64, c_uint64, c_void_p],
     "route": [c_uint64, c_uint64, c_void_p, c_int64, _u64p],
     "output": [c_uint64, c_void_p],
     "counts": [c_uint64, c_int64, _i64p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
@@ -152,19 +152,21 @@ class ResultCall(Structure):
     ]
 
 
-class ExpandCall(Structure):
-    """Rows one for each token become rows one for each choice. Slots are a result."""
+#: The memory of an ExpandCall, and of a FoldCall.
+EXPANSION = ("Indices", "Counts", "Slots", "Rooms", "Rows", "ToRows", "Scales", "ToScales", "Weights", "ToWeights")
+FOLDING = ("Rows", "Slots", "Sums", "Weights", "ToWeights")
 
-    _fields_ = [
-        *((name, Buffer) for name in ("Indices", "Slots", "Rows", "ToRows", "Scales", "ToScales", "Weights", "ToWeights")),
-        *((name, c_int64) for name in ("TopK", "Experts", "Align", "Length")),
-    ]
+
+class ExpandCall(Structure):
+    """Rows one for each token become rows one for each choice. Slots and Rooms are results."""
+
+    _fields_ = [*((name, Buffer) for name in EXPANSION), ("Align", c_int64), ("Length", c_int64)]
 
 
 class FoldCall(Structure):
     """The sums of such rows for each token."""
 
-    _fields_ = [*((name, Buffer) for name in ("Rows", "Slots", "Sums")), ("TopK", c_int64), ("Type", c_int64)]
+    _fields_ = [*((name, Buffer) for name in FOLDING), ("Type", c_int64)]
 
 
 class RouteCall(Structure):
@@ -243,14 +245,14 @@ def result_call(buffers: Sequence[int], handle: int, length: int, release: int) 
     return array("q", (*buffers, handle, length, release, 0))
 
 
-def expand_call(buffers: Sequence[int], top_k: int, experts: int, align: int, length: int) -> array[int]:
-    """An ExpandCall. buffers are addresses and bytes of its Buffers, in their order."""
-    return array("q", (*buffers, top_k, experts, align, length))
+def expand_call(buffers: Sequence[int], align: int, length: int) -> array[int]:
+    """An ExpandCall. buffers are addresses and bytes of EXPANSION."""
+    return array("q", (*buffers, align, length))
 
 
-def fold_call(rows: Memory, slots: Memory, sums: Memory, top_k: int, dtype: int) -> array[int]:
-    """A FoldCall."""
-    return array("q", (*rows, *slots, *sums, top_k, dtype))
+def fold_call(buffers: Sequence[int], dtype: int) -> array[int]:
+    """A FoldCall. buffers are addresses and bytes of FOLDING."""
+    return array("q", (*buffers, dtype))
 
 
 def route_call(routing: int) -> array[int]:

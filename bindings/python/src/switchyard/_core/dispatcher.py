@@ -103,6 +103,7 @@ class Calls(Taking):
         self._calls = [getattr(lib, prefix + name) for name in names]
         self._results = getattr(lib, prefix + "results")
         self._delivers = getattr(lib, prefix + "deliver"), lib.deliver
+        self._expands, self._folds = getattr(lib, prefix + "expand"), getattr(lib, prefix + "fold")
 
     def _info(self) -> tuple[int, int, int, int, list[int]]:
         """The most tokens and rows of a dispatch, how many are alive, the bytes of a routing, and this rank's experts."""
@@ -191,6 +192,14 @@ class Calls(Taking):
 
     def _receive(self, output: Output, combine: bool, keep: object) -> None:
         self._run(3, keep, output.alive(), combine)
+
+    def _expand(self, buffers: Sequence[int], align: int, length: int) -> None:
+        """Make of rows one for each token rows one for each choice. buffers are addresses and bytes of abi.EXPANSION."""
+        self._alone(self._expands, abi.expand_call(buffers, align, length))
+
+    def _fold(self, buffers: Sequence[int], dtype: int) -> None:
+        """Sum such rows for each token. buffers are addresses and bytes of abi.FOLDING."""
+        self._alone(self._folds, abi.fold_call(buffers, dtype))
 
     def _part(self, side: Side, output: Output, name: str) -> Any:
         """A part of an output: a list of the host's, or what a side makes of it."""

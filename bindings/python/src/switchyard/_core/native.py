@@ -25,7 +25,8 @@ _QUICK = {
     f"enqueue_{name}": name
     for name in (
         "all_to_all", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all_by_plan", "transfer",
-        "messages", "dispatch", "combine", "combine_backward", "receive", "results", "route", "deliver",
+        "messages", "dispatch", "combine", "combine_backward", "receive", "results", "route", "deliver", "expand",
+        "fold",
     )
 }  # fmt: skip
 _QUICK["quick_release"] = "release"

@@ -117,11 +117,15 @@ class Taking(Bound):
 
     def _copy(self, call: array[int]) -> int:
         """Copy what a dispatch has left. The name of its routing is returned."""
+        self._alone(self._results, call)
+        return call[abi.RESULT_MADE]
+
+    def _alone(self, function: Callable[..., int], call: array[int]) -> None:
+        """Make a call of which no other rank hears: on a GPU on the current stream, on the host at once."""
         stream = self._stream(self._index) if self._index >= 0 else 0
-        code = self._results(self._handle, stream, call.buffer_info()[0])
+        code = function(self._handle, stream, call.buffer_info()[0])
         if code:
             raise self.comm._lib.error(code)
-        return call[abi.RESULT_MADE]
 
     def _take(self, dispatched: Dispatched, length: int | None) -> Result:
         """All that a dispatch has left, in fresh memory. Its output is given back."""

@@ -42,6 +42,8 @@ class EPHandle(Bound):
 
     token_metadata_at_forward: Optional[Tensor] = None
     channel_linked_list: Optional[Tensor] = None
+    #: [tokens, top_k]: with do_expand the row of each choice, -1 for none.
+    slots: Tensor
 
     def __init__(
         self, routing: Routing, result: Result, topk_idx: Optional[Tensor], do_expand: bool, alignment: int, most: int,
@@ -83,39 +85,11 @@ class EPHandle(Bound):
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         return self._came.rank_counts.cumsum(0).to(torch.int32)
 
-    @cached_property
-    def slots(self) -> Tensor:
-        """[tokens, top_k]: with do_expand the row of each choice, -1 for none."""
-        if self.dense:
-            return _expand.slots_in_order(self._indices, self.found)
-        return _expand.slots_of(self._indices, self.num_unaligned_recv_tokens_per_expert, self.expert_alignment)
-
-    @property
-    def dense(self) -> bool:
-        """Whether there is no padding between the rows of experts, and none behind the last."""
-        return self.expert_alignment == 1 and self._routing.counted
-
-    @cached_property
-    def found(self) -> Tensor:
-        """With do_expand the choice that each row is, -1 in padding."""
-        if self.dense:
-            return _expand.choices_in_order(self._indices, self.num_expanded_tokens)
-        return _expand.tokens_of(self.slots, self.num_expanded_tokens)
-
     def expanded(self, result: Result) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
         """Rows, scales and weights of a dispatch that went these ways, one for each choice."""
-        rows, factors, beside = result.rows, result.scales, result.weights
-        top_k, length = result.indices.shape[1], self.num_expanded_tokens
-        if rows.is_cpu:
-            local = self.num_experts // self._routing.engine.size
-            rows, factors, beside, self.slots = _expand.on_host(
-                rows, factors, beside, result.indices, local, self.expert_alignment, length
-            )
-            return rows, factors, beside
-        found, padded = self.found, not self.dense
-        rows = _expand.spread(rows, found, top_k, padded)
-        factors = None if factors is None else _expand.spread(factors, found, top_k, padded)
-        return rows, factors, None if beside is None else _expand.weights_of(beside, found, padded)
+        made = _expand.expand(result, self._routing, self.expert_alignment, self.num_expanded_tokens)
+        self.slots = made.slots
+        return made.rows, made.scales, made.weights
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
@@ -412,12 +386,12 @@ class ElasticBuffer(Bound):
         def back() -> tuple[Tensor, Optional[Tensor]]:
             rows, weights = x, topk_weights
             once = handle.do_expand and not self.allow_multiple_reduction
-            if handle.do_expand:
-                if once:  # any rows, as many as tokens came: only the sums of their weights are wanted
-                    rows = x[: handle.num_recv_tokens]
-                else:
-                    rows = _expand.fold(rows, handle.slots)
-                weights = None if weights is None else _expand.gather(weights, handle.slots)
+            if once:  # any rows, as many as tokens came: only the sums of their weights are wanted
+                rows = x[: handle.num_recv_tokens]
+                if weights is not None:
+                    _, weights = _expand.fold(x, weights, handle.slots, routing, summed=False)
+            elif handle.do_expand:
+                rows, weights = _expand.fold(x, weights, handle.slots, routing)
             if once:
                 y = _in_order.by_choice(x, routing, handle.slots, biases)
             elif self.num_ranks > 1 and (biases or not (self.allow_multiple_reduction or self._engines.hosts == 1)):
