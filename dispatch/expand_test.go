@@ -96,7 +96,7 @@ func TestCUDA_ExpandAndFold(t *testing.T) {
 	}
 }
 
-// What is wrong is refused with its values, and the dispatcher goes on.
+// Wrong arguments are refused with their values, and the dispatcher goes on.
 func TestF3_ExpansionsThatAreRefused(t *testing.T) {
 	local(t, 1, func(r *rank) {
 		d := r.dispatcher(dispatch.Options{Experts: 4, TopK: 2, Hidden: 8, MaxTokens: 8, Layout: dispatch.TokenMajor})
