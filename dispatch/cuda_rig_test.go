@@ -106,6 +106,12 @@ func (g *gpuMemory) take(n int64) memory.View {
 	return g.parts[g.turn].Slice(at, n)
 }
 
+// reached reports whether peers reach the memory that take has made.
+func (g *gpuMemory) reached(v memory.View) bool {
+	heap := g.parts[1]
+	return v.Ptr() >= heap.Ptr() && v.Ptr() < heap.Ptr()+uintptr(heap.Len())
+}
+
 func (g *gpuMemory) up(b []byte) memory.View {
 	if len(b) == 0 {
 		return memory.View{}

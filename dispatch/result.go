@@ -125,7 +125,7 @@ func (d *Dispatcher) results(r *kernels.Results, h *Handle, to *Result, before b
 		if err := d.mine(p.name, p.from, p.turn); err != nil && !before {
 			return nil, err
 		}
-		p.part.From, p.part.To = d.own(p.from), d.own(p.to)
+		p.part.From, p.part.To = d.own(p.from), d.shown(p.to)
 		r.Add(p.part)
 	}
 	if to.From.Len() > 0 || to.To.Len() > 0 {

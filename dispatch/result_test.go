@@ -35,7 +35,7 @@ func (s *side) dispatchTo(st device.Stream, length int) {
 	s.h, _, err = s.d.DispatchTo(st, s.tokens(), to)
 	require.NoError(s.r, err)
 	s.sync(st)
-	if s.straight() {
+	if s.straight(&to) {
 		rows := s.h.Rows()
 		n := min(rows.Len(), to.Rows.Len())
 		require.NoError(s.r, memory.Copy(s.r.gpu.copies, rows.Slice(0, n), to.Rows.Slice(0, n)))
@@ -45,7 +45,15 @@ func (s *side) dispatchTo(st device.Stream, length int) {
 }
 
 // straight reports whether rows of a dispatch that is copied may be in the copy alone.
-func (s *side) straight() bool { return s.r.gpu != nil && s.b.o.LowLatency && s.b.byToken() }
+func (s *side) straight(to *dispatch.Result) bool {
+	switch {
+	case s.r.gpu == nil:
+		return false
+	case s.b.o.LowLatency:
+		return s.b.byToken()
+	}
+	return s.b.o.Layout == dispatch.TokenMajor && to.Length >= s.d.MaxRows() && s.r.gpu.reached(to.Rows)
+}
 
 // copies is memory for a copy with room for length rows, and the comparison. The handle says how much that is.
 func (s *side) copies(length int) (to dispatch.Result, check func()) {

@@ -73,7 +73,7 @@ func (x *shapes) call(rng, own *rand.Rand, stream device.Stream) {
 		s.h.Release()
 		s.b = randomBatch(rng, s.b.o, r.Size(), false)
 		length := own.IntN(came + 3)
-		if s.straight() {
+		if s.r.gpu != nil && s.b.o.LowLatency && s.b.byToken() {
 			length = s.d.MaxRows() // all rows are looked at
 		}
 		s.dispatchTo(stream, length)

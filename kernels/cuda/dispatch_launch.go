@@ -301,6 +301,12 @@ func (x *dispatches) addDispatch(p *port, d *kernels.Dispatch) error {
 	case l.few():
 		return l.dispatchFew(&a, d.Into)
 	case m.Layout.ByToken() && d.Phase&kernels.Send != 0:
+		if left, ok := l.inPlace(&a, &d.X, d.Into); ok {
+			if err := l.send(a, m.Quantizes()); err != nil {
+				return err
+			}
+			return x.addInto(p, left, l.crossing(false))
+		}
 		if d.Into == nil || !l.takesBeside() {
 			if err := l.sendByToken(a, d.Taken && l.takesBeside()); err != nil {
 				return err
@@ -353,6 +359,25 @@ func (l *dispatchCall) straight(a *dispatchArgs, r *kernels.Results) *kernels.Re
 		return r
 	}
 	a.out.rows, a.out.room = uint64(part.To.Ptr), min(l.m.Rows, part.To.Bytes/int64(a.wireBytes))
+	return withoutRows(r)
+}
+
+// inPlace has peers write rows that follow one another where the caller wants a copy of them, if they reach that and all rows that can come have
+// room, and returns what is left to copy.
+func (l *dispatchCall) inPlace(a *dispatchArgs, tokens *kernels.Buffer, r *kernels.Results) (*kernels.Results, bool) {
+	if r == nil || r.Count == 0 || !l.compact() {
+		return nil, false
+	}
+	part := &r.Parts[0]
+	if !part.Rows || !part.To.Reach || part.To.Ptr%16 != 0 || part.To.Bytes < l.m.Rows*int64(a.wireBytes) || part.To.Overlaps(tokens) {
+		return nil, false
+	}
+	a.send.toRows = uint64(part.To.Place)
+	return withoutRows(r), true
+}
+
+// withoutRows is the rest of a copy that begins with rows.
+func withoutRows(r *kernels.Results) *kernels.Results {
 	left := *r
 	left.Count = copy(left.Parts[:], r.Parts[1:r.Count])
 	return &left

@@ -440,6 +440,12 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"places of few tokens stay those among this rank's where outputs have no gaps": {
 			"\t\tif (!t.cached && f.tells_rows())\n\t\t\tf.place();\n", "",
 		},
+		"a rank goes on behind a wrong choice while rows are on their way": {
+			"complain(a, src, epoch), good = false;\n\t\t}\n\t\treturn good;", "return complain(a, src, epoch), false;\n\t\t}\n\t\treturn good;",
+		},
+		"rows go where a rank has its own, and not where the peer wants them": {
+			"await_begin(a, d, epoch, word, place)", "true",
+		},
 		"rows of few tokens are written where the caller has no room": {
 			"if (row < a.out.room)", "if (true)",
 		},

@@ -1,7 +1,7 @@
 """Calls of deep_ep next to the Dispatcher calls under them, in one run.
 
     python bench.py [--device cuda] [--ranks 2] [--tokens 128,4096] [--hidden 7168] [--experts 256] [--top-k 8] [--calls 60]
-                    [--best | --profile] [--steps 1000]
+                    [--best | --profile] [--pool 1024] [--steps 1000]
 
 A pair is a dispatch and a combine of the same rows, by random uniform routing. Each call of deep_ep alternates with the same by
 switchyard.Dispatcher, and figures are medians of the slowest rank: "end" from the common start to the end of the pair on the
@@ -12,6 +12,8 @@ What Python costs is measured by one rank with few small tokens on the host: wit
 loops of 10 calls that follow each other, and dispatches and combines have lines of their own.
 
     python bench.py --best --ranks 1 --tokens 8 --hidden 256 --experts 8 --top-k 4
+
+With --pool results of deep_ep that are rows by token lie in so many MiB of the symmetric heap, where peers write them.
 
 With --profile it prints instead in which functions the calls of deep_ep spend the host's time.
 
@@ -52,6 +54,8 @@ class Rank:
         self.cuda = arguments.device == "cuda"
         self.device = torch.device("cuda", rank) if self.cuda else torch.device("cpu")
         self.type = torch.bfloat16
+        #: Memory for results that peers reach.
+        self.pool: Any = None
 
     def tokens(self, count: int) -> tuple[torch.Tensor, ...]:
         torch.manual_seed(self.rank)
@@ -133,6 +137,17 @@ class Rank:
                 flush=True,
             )
 
+    def pooled(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call with its results in memory that peers reach."""
+
+        def made(*arguments: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                return call(*arguments)
+            with torch.cuda.use_mem_pool(self.pool):
+                return call(*arguments)
+
+        return made
+
     def graphs(self, what: str, theirs: Callable[[], Any], ours: Callable[[], Any]) -> None:
         """The same in graphs."""
         if not self.cuda or self.arguments.profile:
@@ -143,7 +158,7 @@ class Rank:
                 call()
             self.settle()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.pool.id if self.pool is not None and call is theirs else None):
                 for _ in range(IN_A_GRAPH):
                     call()
             made.append(graph)
@@ -204,6 +219,8 @@ class Rank:
         def pair(of: Any, dispatch: Callable[[], Any]) -> Callable[[], Any]:
             return lambda: of.combine(*dispatch())
 
+        if self.pool is not None:
+            first, second = self.pooled(first), self.pooled(second)
         worst = count * a.ranks
         elastic = deep_ep.ElasticBuffer(dist.group.WORLD)
         ways: list[tuple[str, Any, Callable[[], Any], Callable[[], Any]]] = [
@@ -347,6 +364,8 @@ def measure(rank: int, store: str, arguments: argparse.Namespace) -> None:
     dist.init_process_group(
         "nccl" if here.cuda else "gloo", store=dist.FileStore(store, arguments.ranks), rank=rank, world_size=arguments.ranks
     )
+    if arguments.pool:
+        here.pool = switchyard.mem_pool(arguments.pool << 20, dist.group.WORLD, here.device)
     for count in arguments.tokens:
         here.few(count) if count <= 1024 else None
         for float8 in (False, True):
@@ -367,6 +386,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=60)
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--pool", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--device", choices=["cuda", "cpu"])
     arguments = parser.parse_args()

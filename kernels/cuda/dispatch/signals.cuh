@@ -1,6 +1,6 @@
 // The words of ranks about a call with a handle. A rank says in one line that it begins, what it does and where
-// its rows may be read; and each of its blocks says in a word how many of its rows are there. Numbers that are wanted
-// early carry the low half of the call's number with them.
+// its rows may be read, or written if no gaps are between them; and each of its blocks says in a word how many of its
+// rows are there. Numbers that are wanted early carry the low half of the call's number with them.
 //
 // All kernels of MoE dispatch call this. It touches the parts of struct sw_dispatch_block that are named so: begins and
 // dones by peers, and words that carry the call's number. A line has one writer. Lines and words of begins, dones,
@@ -71,12 +71,16 @@ __device__ __forceinline__ bool is_of(u64 word, u64 epoch)
 	return static_cast<u32>(word >> 32) == static_cast<u32>(epoch);
 }
 
-// Tells one peer.
-__device__ __forceinline__ void signal_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u32 blocks)
+// Tells one peer, and where this rank's rows are, or where it wants those that go to it.
+__device__ __forceinline__ void signal_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u32 blocks, u64 rows)
 {
 	u64 line = begin_line(a, peer, a.world.rank, epoch);
-	store16_relaxed_sys(line + 16, epoch, a.sum.from_rows);
+	store16_relaxed_sys(line + 16, epoch, rows);
 	store16_relaxed_sys(line, epoch, begin_word(a, blocks));
+}
+__device__ __forceinline__ void signal_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u32 blocks)
+{
+	signal_begin(a, peer, epoch, blocks, a.sum.from_rows);
 }
 
 // Waits that a thread makes for a peer, with what it has cost.
@@ -203,8 +207,8 @@ __device__ __forceinline__ bool each_slot_count(const sw_dispatch_args &a, u32 s
 	return good;
 }
 
-// Waits until a peer has begun the call, and reads where its rows are. Its earlier writes are visible then. False when
-// the wait was given up, the peer makes another call, or is masked: gone says whether that is it.
+// Waits until a peer has begun the call, and reads where its rows are, or are to be. Its earlier writes are visible
+// then. False when the wait was given up, the peer makes another call, or is masked: gone says whether that is it.
 __device__ __forceinline__ bool await_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u64 &word, u64 &place,
                                             bool &gone)
 {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 import pytest
@@ -323,14 +324,14 @@ class KernelNode(ctypes.Structure):
     ]  # fmt: skip
 
 
-def launched(call):
+def launched(call, pool=None):
     """The kernels that a call puts into a graph, in their order; a node of another kind is its number in the driver."""
     graph, driver = torch.cuda.CUDAGraph(keep_graph=True), ctypes.CDLL("libcuda.so.1")
     for _ in range(2):
         call()
     torch.cuda.synchronize()
     dist.barrier()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         held = call()
     count, names = ctypes.c_size_t(), []
     made = ctypes.c_void_p(graph.raw_cuda_graph())
@@ -418,6 +419,54 @@ def worst_launches(rank, size, second, tokens):
 @pytest.mark.parametrize("tokens", [24, 300])
 def test_a_pair_of_worst_case_lengths_copies_its_results_once(cuda, second, tokens):
     cuda.run(worst_launches, second, tokens, timeout=60)
+
+
+def pooled(rank, size):
+    """Results in memory of mem_pool are those of other memory, also where ranks differ in that, and in a graph."""
+    tokens = 300
+    buffer, pool = deep_ep.ElasticBuffer(dist.group.WORLD), switchyard.mem_pool(96 << 20, dist.group.WORLD, CUDA)
+    x, idx, weights = routing(rank, size, tokens, 0, CUDA)
+
+    def sent():
+        rows, indices, beside, handle, _ = buffer.dispatch(
+            x, idx, weights, num_experts=4 * size, num_max_tokens_per_rank=tokens, do_cpu_sync=False
+        )
+        return rows, indices, beside, handle, buffer.combine(applied(rows, indices, beside, rank, size), handle)[0]
+
+    def check(made, other):
+        n = int((other[1] >= 0).any(1).sum())
+        for a, b in zip((made[0][:n], *made[1:3], made[4]), (other[0][:n], *other[1:3], other[4])):
+            assert torch.equal(a, b)
+
+    plain = sent()
+    for inside in (True, rank == 0, rank != 0):
+        with torch.cuda.use_mem_pool(pool) if inside else contextlib.nullcontext():
+            made = sent()
+        check(made, plain)
+    del made
+    with torch.cuda.use_mem_pool(pool):
+        assert launched(sent, pool.id)[:2] == ["dispatch_rows", "copy_results"]
+    sent()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool.id):
+        made = sent()
+    for seed in range(4):
+        for mine, fresh in zip((x, idx, weights), routing(rank, size, tokens, seed, CUDA)):
+            mine.copy_(fresh)
+        torch.cuda.synchronize()
+        dist.barrier()
+        graph.replay()
+        torch.cuda.synchronize()
+        dist.barrier()
+        check(made, sent())
+    del graph, made, plain
+    buffer.destroy()
+
+
+def test_results_where_peers_write_them(cuda):
+    cuda.run(pooled, timeout=60)
 
 
 def elastic_graph(rank, size, expand):

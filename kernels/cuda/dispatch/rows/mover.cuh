@@ -53,7 +53,7 @@ template <typename Quantiser> struct mover {
 	{
 		u32 n = a.world.size, due = static_cast<u32>(clock()) +
 		                            (r.warp * gridDim.x + blockIdx.x) * (a.interval / (a.movers * gridDim.x));
-		u64 there = r.lane < n ? segment(a.world, r.lane) + a.send.to_rows : 0;
+		u64 there = good && r.lane < n ? r.b.output[r.lane] : 0;
 		u32 k = 0;
 #pragma unroll 1
 		for (u32 task = r.warp; task < tasks(); task += a.movers, k++) {
@@ -78,7 +78,7 @@ template <typename Quantiser> struct mover {
 			for (u32 d = r.lane; d < n; d += 32) {
 				int p = d == r.lane ? to : r.s.place[t * n + d];
 				if (p >= 0)
-					bulk_store((d == r.lane ? there : segment(a.world, d) + a.send.to_rows) +
+					bulk_store((d == r.lane ? there : r.b.output[d]) +
 					               static_cast<u64>(p) * a.wire_bytes + Quantiser::out(at),
 					           row, Quantiser::out(bytes));
 			}

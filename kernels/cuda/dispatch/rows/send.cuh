@@ -61,7 +61,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 	// Peers hear of the call. Nobody writes rows to a peer before it has room for them.
 	begin_landing(a, epoch);
 	if (blockIdx.x == 0 && threadIdx.x < n)
-		signal_begin(a, threadIdx.x, epoch, gridDim.x);
+		signal_begin(a, threadIdx.x, epoch, gridDim.x, a.send.to_rows);
 	bool good = threadIdx.x >= n || threadIdx.x == a.world.rank || await_room(a, threadIdx.x, epoch, seen);
 	// Where the block's tokens go: known, or behind those of the blocks before this one.
 	if (cached)
@@ -77,6 +77,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 		}
 		good = good && r.find_bases();
 	}
+	good = good && (threadIdx.x >= n || r.find_output(threadIdx.x));
 	good = !__syncthreads_or(!good);
 	if (good && !cached) {
 		r.place();

@@ -44,9 +44,10 @@ struct rows_board {
 	u32 before[SW_MAX_RANKS]; // the first row of this block there
 	u32 moved[32];            // parts that each warp has moved, and that are written
 	unsigned long long bad;
-	u32 failed;            // a thread has given up
-	u32 wrong;             // some_wrong where a block before this one has such a choice
-	u32 sum[SW_MAX_RANKS]; // rows of each rank, of receiving
+	u32 failed;               // a thread has given up
+	u32 wrong;                // some_wrong where a block before this one has such a choice
+	u32 sum[SW_MAX_RANKS];    // rows of each rank, of receiving
+	u64 output[SW_MAX_RANKS]; // where rows of each rank go: the first that can be
 };
 
 constexpr u32 beside_part = 1; // named barrier of the threads that do not move
@@ -239,6 +240,17 @@ struct rows_sender {
 			end_waits(a, epoch); // of a second half, for blocks that send nothing
 			good = false;
 		}
+		return good;
+	}
+
+	// Where rows of a rank go. In a call without gaps it says that itself. One thread for each rank; false when the
+	// wait was given up, or the rank makes another call.
+	__device__ __forceinline__ bool find_output(u32 d)
+	{
+		u64 word, place = a.send.to_rows;
+		bool good =
+		    d == a.world.rank || (a.mode & SW_DISPATCH_COMPACT) == 0 || await_begin(a, d, epoch, word, place);
+		b.output[d] = segment(a.world, d) + place;
 		return good;
 	}
 

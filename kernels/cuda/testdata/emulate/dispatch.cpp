@@ -171,6 +171,7 @@ bool no_expert()
 	u32 who = draw(w.size);
 	while (b.tokens[who] == 0)
 		b = random_batch(w);
+	constexpr u8 others = 0x3c;
 	constexpr i64 wrong[] = {-2, -(1ll << 40), 1ll << 32, (1ll << 40) + 1, INT64_MAX, INT64_MIN};
 	u32 at_choice = draw(b.tokens[who] * w.top_k);
 	i64 value = draw(3) == 0 ? static_cast<i64>(w.experts) : wrong[draw(6)];
@@ -182,6 +183,14 @@ bool no_expert()
 	for (u32 r = 0; r < w.size; r++) {
 		w.wide = wide[r].data();
 		add_dispatch(w, b, r, false, draw(2) == 0, programs[r]);
+		if (w.in_place(r)) // who gets the memory when the call has failed
+			programs[r].push_back(
+			    {[&w, r] {
+				     if (threadIdx.x == 0)
+					     memset(reinterpret_cast<void *>(w.segment(r) + w.callers_rows), others,
+					            w.most_rows * w.wire());
+			     },
+			     1, 32, 0, true});
 		w.wide = nullptr;
 		add_dispatch(w, next, r, false, draw(2) == 0, after[r]);
 	}
@@ -199,6 +208,8 @@ bool no_expert()
 		for (u64 i = 0; i < w.room * w.top_k; i++)
 			CHECK("index of what did not come", at<i64>(w.segment(rank) + w.taken_indices + 8 * i),
 			      i64{-1});
+		for (i64 i = 0; w.in_place(rank) && i < w.most_rows * w.wire(); i++)
+			CHECK("byte of others", at<u8>(w.segment(rank) + w.callers_rows + i), others);
 		f.kind = at<sw_control>(w.segment(rank) + w.state.control).fault = SW_FAULT_NONE; // as the host does
 	}
 	return run(w, after) && no_faults(w) && right_rows(w, next);

@@ -35,11 +35,14 @@ struct world : segments {
 	std::vector<u32> first, table; // slots before each rank; the placement
 	sw_dispatch_block state;
 	u64 staging, sums, weights, token_weights, scales, rows, row_scales, row_weights, row_indices, row_sources,
-	    counts, masks, taken, taken_sources, taken_indices, numbers;
+	    counts, masks, taken, taken_sources, taken_indices, numbers, callers_rows;
 
 	bool by_token() const { return rows_by == compact || rows_by == by_rank; }
 	// Whether a dispatch puts its rows where the caller wants a copy.
 	bool straight() const { return few && room != 0; }
+	// Whether peers write a rank's rows to memory of its caller.
+	bool in_place(u32 rank) const { return rows_by == compact && !few && (hidden / 8 + rank) % 3 == 0; }
+	u64 rows_at(u32 rank) const { return in_place(rank) ? callers_rows : rows; }
 	u32 local(u32 r) const { return first[r + 1] - first[r]; }
 	u32 wire() const { return float8 ? hidden : 2 * hidden; }
 	u32 partial() const
@@ -170,6 +173,7 @@ void lay_heap(world &w, places_from &p)
 	w.taken = p.take(w.room * w.wire()), w.taken_sources = p.take(8 * w.room),
 	w.taken_indices = p.take(8 * w.room * w.top_k);
 	w.numbers = p.take(4096);
+	w.callers_rows = p.take(w.most_rows * w.wire());
 }
 
 // With memory of its own.
@@ -432,7 +436,7 @@ sw_result_args results_of(const world &w, u32 rank)
 		p.to = own + to, p.from = own + from, p.row = row, p.bytes = p.pitch = w.room * row, p.columns = 1;
 		p.fills = fills, p.behind = ~0u;
 	};
-	if (!w.straight())
+	if (!w.straight() && !w.in_place(rank))
 		add(w.taken, w.rows, w.wire(), false);
 	add(w.taken_sources, w.row_sources, 8, false);
 	add(w.taken_indices, w.row_indices, 8 * w.top_k, true);
@@ -473,7 +477,7 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 	a.send.scales = reinterpret_cast<const u32 *>(b.scale[rank].data());
 	if (w.by_token()) {
 		a.mode |= w.rows_by == compact ? SW_DISPATCH_COMPACT : 0;
-		a.send.to_rows = w.rows, a.send.to_scales = w.row_scales, a.send.to_indices = w.row_indices,
+		a.send.to_rows = w.rows_at(rank), a.send.to_scales = w.row_scales, a.send.to_indices = w.row_indices,
 		a.send.to_weights = w.row_weights, a.send.to_sources = w.row_sources;
 		if (w.straight())
 			a.out.rows = w.segment(rank) + w.taken, a.out.room = w.room;
@@ -481,7 +485,7 @@ void add_dispatch(world &w, const batch &b, u32 rank, bool again, bool halves, p
 			return dispatch_of_few(w, a, rank, halves, p);
 		if (halves)
 			a.mode &= ~SW_DISPATCH_RECEIVE;
-		bool beside = !halves && w.room != 0 && w.rows_by == compact;
+		bool beside = !halves && w.room != 0 && w.rows_by == compact && !w.in_place(rank);
 		bool told = !halves && a.send.mapped != 0 && (!beside || w.hidden / 8 % 2 == 0) &&
 		            (rank + w.hidden / 16) % 3 != 0; // ranks may differ
 		a.mode |= (told ? SW_DISPATCH_TOLD : 0) | (beside ? SW_DISPATCH_BESIDE : 0);
@@ -743,10 +747,10 @@ bool right_rows(world &w, const batch &b)
 			CHECK("index behind what came", at<i64>(own + w.taken_indices + 8 * i), i64{-1});
 		for (const row &q : rows) {
 			crossed(w, b, q.src, q.token, bytes, scales);
-			for (size_t i = 0; q.at < w.room && i < bytes.size(); i++)
+			for (size_t i = 0; q.at < w.room && !w.in_place(rank) && i < bytes.size(); i++)
 				CHECK("byte of a row that was taken",
 				      at<u8>(own + w.taken + static_cast<u64>(q.at) * w.wire() + i), bytes[i]);
-			const u8 *got = &at<u8>(own + w.rows + static_cast<u64>(q.at) * w.wire());
+			const u8 *got = &at<u8>(own + w.rows_at(rank) + static_cast<u64>(q.at) * w.wire());
 			for (size_t i = 0; !w.straight() && i < bytes.size(); i++)
 				CHECK("byte of a row", got[i], bytes[i]);
 			for (size_t i = 0; i < scales.size(); i++)
