@@ -204,8 +204,10 @@ func (d *Dispatcher) view(b Buffer) (memory.View, error) {
 	if v, ok := d.own(b); ok {
 		return v, nil
 	}
-	if d.gpu != nil {
-		return d.gpu.view(b)
+	if g := d.gpu; g != nil {
+		g.mu.Lock() // others may make or close dispatchers
+		defer g.mu.Unlock()
+		return g.view(b)
 	}
 	return d.comm.view(b)
 }
