@@ -355,7 +355,10 @@ func (c *Communicator) launched(t flight.Ticket, err error) error {
 // does, and an error of op leaves c usable. c is not locked.
 func (c *Communicator) LaunchApart(s device.Stream, op kernels.Operation) error {
 	c.Lock()
-	err := c.Usable()
+	err := c.Whole()
+	if err == nil && !op.Noted().Alone { // ranks hear of what they disagreed on in a call of theirs together
+		err = c.LockedFault()
+	}
 	if err == nil {
 		err = c.Takes(s)
 	}

@@ -6,9 +6,11 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/switchyard-moe/switchyard/comm"
 	"github.com/switchyard-moe/switchyard/device"
 	"github.com/switchyard-moe/switchyard/internal/flight"
 	"github.com/switchyard-moe/switchyard/kernels"
+	"github.com/switchyard-moe/switchyard/memory"
 )
 
 // port notes what is launched.
@@ -16,6 +18,12 @@ type port struct {
 	kernels.Port
 	streams []device.Stream
 	err     error
+	fault   error // of earlier launches, which is told once
+}
+
+func (p *port) Fault() (err error) {
+	err, p.fault = p.fault, nil
+	return err
 }
 
 func (p *port) Launch(s device.Stream, _ kernels.Operation) error {
@@ -58,6 +66,22 @@ func TestACapturedLaunchHasNoPlaceInTheOrder(t *testing.T) {
 	graph.captured = false
 	require.NoError(t, c.Launch(graph, &kernels.AllToAllV{}))
 	require.Equal(t, 1, graph.waits, "for b")
+}
+
+// A call of one rank alone leaves what ranks have disagreed on to the next one that others take part in.
+func TestACallAloneDoesNotHearOfADisagreement(t *testing.T) {
+	groups, err := comm.Local(1, comm.LocalOptions{})
+	require.NoError(t, err)
+	h, err := memory.NewHeap(t.Context(), groups[0], device.Host(), memory.Options{SegmentBytes: 1 << 20})
+	require.NoError(t, err)
+	p, s := &port{fault: &kernels.IndexError{}}, &stream{}
+	c := &Communicator{Turn: &Turn{}, Group: groups[0], Heap: h, notes: notes(), port: p}
+	alone := &kernels.Expand{Launched: kernels.Launched{Note: kernels.Note{Alone: true}}}
+	require.NoError(t, c.LaunchApart(s, alone))
+	require.ErrorIs(t, c.LaunchApart(s, &kernels.AllToAllV{}), ErrEarlier)
+	require.NoError(t, c.LaunchApart(s, &kernels.AllToAllV{}))
+	require.Len(t, p.streams, 2)
+	require.NoError(t, errors.Join(h.Close(t.Context()), groups[0].Close()))
 }
 
 func TestOnlyWhatFailsHalfWayBreaks(t *testing.T) {
