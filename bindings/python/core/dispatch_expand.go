@@ -24,7 +24,7 @@ func (d *Dispatcher) Expand(stream uintptr, c *ExpandCall) error {
 	if err != nil {
 		return err
 	}
-	return d.alone(stream, func(s device.Stream) error {
+	return d.atOnce(stream, func(s device.Stream) error {
 		return d.inner.Expand(s, dispatch.Expansion{
 			Indices: v[0], Counts: v[1], Slots: v[2], Rooms: v[3], Rows: v[4], ToRows: v[5], Scales: v[6], ToScales: v[7], Weights: v[8], ToWeights: v[9],
 			Align: int(c.Align), Length: int(c.Length),
@@ -42,7 +42,7 @@ func (d *Dispatcher) Fold(stream uintptr, c *FoldCall) error {
 	if err != nil {
 		return err
 	}
-	return d.alone(stream, func(s device.Stream) error {
+	return d.atOnce(stream, func(s device.Stream) error {
 		return d.inner.Fold(s, dispatch.Folding{Rows: v[0], Slots: v[1], Sums: v[2], Weights: v[3], ToWeights: v[4], Type: kind})
 	})
 }

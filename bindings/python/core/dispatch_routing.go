@@ -51,7 +51,7 @@ func (d *Dispatcher) Results(stream uintptr, c *ResultCall, h *Handle, put func(
 	if err != nil {
 		return err
 	}
-	return d.alone(stream, func(s device.Stream) error {
+	return d.atOnce(stream, func(s device.Stream) error {
 		routing, err := inner.CopyTo(s, to)
 		if err != nil {
 			return err

@@ -158,31 +158,23 @@ func (d *Dispatcher) Close() (Ticket, error) {
 
 // run makes a call: on a GPU at once, on the host in the queue.
 func (d *Dispatcher) run(stream uintptr, call func(s device.Stream) (uint64, error)) (Ticket, error) {
-	g := d.gpu
-	if g == nil {
-		if stream != 0 {
-			return 0, fmt.Errorf("core: %w: stream %#x on the host, which has none", ErrInvalid, stream)
-		}
-		return d.comm.do(func() (int64, error) {
-			value, err := call(nil)
-			return int64(value), err
+	if d.gpu != nil {
+		return 0, d.atOnce(stream, func(s device.Stream) error {
+			_, err := call(s)
+			return err
 		})
 	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.closed {
-		return 0, ErrClosed
+	if stream != 0 {
+		return 0, fmt.Errorf("core: %w: stream %#x on the host, which has none", ErrInvalid, stream)
 	}
-	s, err := g.wrap(stream)
-	if err != nil {
-		return 0, err
-	}
-	_, err = call(s)
-	return 0, err
+	return d.comm.do(func() (int64, error) {
+		value, err := call(nil)
+		return int64(value), err
+	})
 }
 
-// alone makes a call of which no other rank hears: enqueued on a GPU, at once on the host.
-func (d *Dispatcher) alone(stream uintptr, call func(s device.Stream) error) error {
+// atOnce makes a call before it returns: on a GPU it is enqueued.
+func (d *Dispatcher) atOnce(stream uintptr, call func(s device.Stream) error) error {
 	g := d.gpu
 	if g == nil {
 		return call(nil)
