@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 
 import torch
 from switchyard._core.dtypes import DTYPES
-from switchyard._torch.moe import aligned
+from switchyard._torch.moe import aligned, place
 from torch import Tensor
 
 from .._results import Result
@@ -69,10 +69,7 @@ def fold(
 
 def _places(*parts: Optional[Tensor]) -> list[int]:
     """Where tensors lie, and their bytes."""
-    made: list[int] = []
-    for x in parts:
-        made += (0, 0) if x is None else (x.data_ptr(), x.numel() * x.element_size())
-    return made
+    return [n for part in parts for n in place(part)]
 
 
 def column_major(scales: Tensor) -> Tensor:
