@@ -8,8 +8,9 @@ switchyard_deep_ep.check()
 
 import torch  # noqa: E402
 
+from .buffers._ep_handle import EPHandle  # noqa: E402
 from .buffers.allocator import BufferAllocator  # noqa: E402
-from .buffers.elastic import ElasticBuffer, EPHandle  # noqa: E402
+from .buffers.elastic import ElasticBuffer  # noqa: E402
 from .buffers.ep import BucketBuffer, BucketSession, EngramBuffer, EPBuffer, PPBuffer  # noqa: E402
 from .buffers.legacy import Buffer, Config  # noqa: E402
 from .hybrid_ep_buffer import HybridEPBuffer  # noqa: E402

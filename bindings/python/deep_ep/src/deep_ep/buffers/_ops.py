@@ -18,7 +18,7 @@ from .._streams import streaming
 from .._tokens import InGraph, buffers, compiling, handle_of, plain, token_of
 from ..utils.event import EventOverlap
 from . import _expand
-from .elastic import EPHandle
+from ._ep_handle import EPHandle
 
 counting = leaving("deep_ep: the host waits for the counts of this call")
 

@@ -9,8 +9,9 @@ from switchyard._torch.compiler import operates, uncompiled_methods
 from torch import Tensor
 
 from ..utils.event import EventOverlap
+from ._ep_handle import EPHandle
 from .allocator import BufferAllocator
-from .elastic import ElasticBuffer, EPHandle, _refused
+from .elastic import ElasticBuffer, _refused
 
 
 @uncompiled_methods
