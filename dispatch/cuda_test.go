@@ -509,28 +509,28 @@ func TestCUDA_F3_ResultsOfADispatchThatFailedAreNone(t *testing.T) {
 					}
 					h, err := d.Dispatch(s, r.tokens(x, idx, weights))
 					require.NoError(r, err)
-					copied := func() {
+					copied := func(on device.Stream) {
 						to := dispatch.Result{
 							Length: 5, Indices: r.untouched(5 * 16), Counts: r.untouched(h.Counts().Len()),
 							Routing: r.untouched(d.RoutingBytes() + kernels.LineBytes),
 						}
 						to.Routing = to.Routing.Slice(int64(-to.Routing.Ptr()%kernels.LineBytes), d.RoutingBytes())
-						_, err := h.CopyTo(s, to)
+						_, err := h.CopyTo(on, to)
 						require.NoError(r, err)
 						require.NoError(r, s.Synchronize())
 						require.Equal(r, bytes.Repeat([]byte{0xff}, 5*16), r.down(to.Indices))
 						require.Equal(r, make([]byte, to.Counts.Len()), r.down(to.Counts))
 					}
 					if r.Group.Rank() == 0 {
-						copied() // this rank may not know
+						copied(s) // this rank may not know
 					}
 					require.NoError(r, s.Synchronize())
-					copied()
+					copied(nil)
 					require.NoError(r, r.Group.Barrier(r.Ctx))
 					var index *dispatch.IndexError
 					_, err = d.Dispatch(s, r.tokens(x, idx, weights))
 					require.ErrorAs(r, err, &index)
-					copied()
+					copied(s)
 					h.Release()
 					require.NoError(r, r.Group.Barrier(r.Ctx))
 				}

@@ -76,7 +76,8 @@ type Folding struct {
 	Weights, ToWeights memory.View
 }
 
-// Fold sums the rows of each token's choices, in float32 and in the order of choices, as Expand does in other respects.
+// Fold sums the rows of each token's choices, in float32 and in the order of choices, as Expand does in other respects. A slot behind the last row
+// is an error on the host, and no choice on a GPU.
 func (d *Dispatcher) Fold(s device.Stream, f Folding) error {
 	tokens, err := d.tokensIn(f.Slots, 4, kernels.Int32)
 	if err != nil {
@@ -85,9 +86,12 @@ func (d *Dispatcher) Fold(s device.Stream, f Folding) error {
 	if f.Type != kernels.Float32 && f.Type != kernels.BFloat16 && f.Type != kernels.Float16 {
 		return invalid("sums of %v", f.Type)
 	}
-	hidden := int64(0)
+	hidden, weights := int64(0), int64(-1)
 	if tokens > 0 {
 		hidden = f.Sums.Len() / int64(tokens)
+	}
+	if hidden > 0 {
+		weights = either(f.Weights, 4*(f.Rows.Len()/hidden))
 	}
 	for _, p := range []struct {
 		name string
@@ -96,7 +100,7 @@ func (d *Dispatcher) Fold(s device.Stream, f Folding) error {
 		t    kernels.DType
 	}{
 		{"rows", f.Rows, -1, f.Type}, {"sums", f.Sums, hidden * int64(tokens), f.Type},
-		{"weights", f.Weights, -1, kernels.Float32}, {"to weights", f.ToWeights, either(f.Weights, 4*int64(tokens)*int64(d.bounds.TopK)), kernels.Float32},
+		{"weights", f.Weights, weights, kernels.Float32}, {"to weights", f.ToWeights, either(f.Weights, 4*int64(tokens)*int64(d.bounds.TopK)), kernels.Float32},
 	} {
 		if err := d.check(p.name, p.v, p.want, p.t); err != nil {
 			return err

@@ -2,6 +2,7 @@ package dispatch_test
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"testing"
 
@@ -79,6 +80,22 @@ func expandAndFold(r *rank, seed uint64) {
 			require.Equal(r, string(shm.Bytes(wantWeights)), string(r.down(e.ToWeights)))
 			require.Equal(r, string(shm.Bytes(wantSums)), string(r.down(f.Sums)))
 			require.Equal(r, string(shm.Bytes(wantBack)), string(r.down(f.ToWeights)))
+			if r.gpu == nil {
+				continue
+			}
+			for i := range wantSlots { // they have no rows
+				wantSlots[i] = int32(length + i)
+				if i%2 == 0 {
+					wantSlots[i] = math.MinInt32
+				}
+			}
+			f.Slots = r.up(shm.Bytes(wantSlots))
+			require.NoError(r, d.Fold(s, f))
+			if s != nil {
+				require.NoError(r, s.Synchronize())
+			}
+			require.Equal(r, make([]byte, f.Sums.Len()), r.down(f.Sums))
+			require.Equal(r, make([]byte, f.ToWeights.Len()), r.down(f.ToWeights))
 		}
 	}
 	require.NoError(r, d.Close(r.Ctx))

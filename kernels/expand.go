@@ -32,7 +32,8 @@ func (x *Expand) Experts() int { return int(x.Counts.Bytes / 4) }
 // takes part.
 type Fold struct {
 	// Sums are [tokens, hidden] of the Rows [rows, hidden] that Slots [tokens, TopK] have as in an Expand. Type is theirs: a float of 16 or 32
-	// bits. ToWeights [tokens, TopK] are those of Weights [rows], 0 for no choice. Those without bytes are not there.
+	// bits. ToWeights [tokens, TopK] are those of Weights [rows], 0 for no choice. Those without bytes are not there. A slot behind the last row
+	// is an error on the host, and no choice on a GPU.
 	Rows, Slots, Sums, Weights, ToWeights Buffer
 	TopK                                  int
 	Type                                  DType
@@ -45,3 +46,11 @@ func (*Fold) Operation() string { return OpFold.String() }
 
 // Tokens is how many there are.
 func (x *Fold) Tokens() int { return int(x.Slots.Bytes) / (4 * x.TopK) }
+
+// Length is how many rows there are.
+func (x *Fold) Length() int {
+	if tokens := int64(x.Tokens()); x.Sums.Bytes > 0 && tokens > 0 {
+		return int(x.Rows.Bytes / (x.Sums.Bytes / tokens))
+	}
+	return int(x.Weights.Bytes / 4)
+}

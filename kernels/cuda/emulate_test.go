@@ -622,7 +622,10 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 			"if (behind >= room)", "if (true)",
 		},
 		"a choice of no expert has a row": {
-			"slot >= 0 ? __fadd_rn(sum[i], f[i]) : sum[i]", "__fadd_rn(sum[i], 1)",
+			"some ? __fadd_rn(sum[i], f[i]) : sum[i]", "__fadd_rn(sum[i], 1)",
+		},
+		"a choice whose slot is no row has one": {
+			"bool some = slot < a.length;", "bool some = static_cast<int>(slot) >= 0;",
 		},
 	})
 	findsBugs(t, "results", map[string][]string{

@@ -179,7 +179,8 @@ struct spreader {
 	}
 };
 
-// The sums of the rows of each token's choices, in their order. A block has a token at a time.
+// The sums of the rows of each token's choices, in their order. A choice whose slot is no row has none. A block has a
+// token at a time.
 template <kind type> __device__ __forceinline__ void fold(const sw_fold_args &a)
 {
 	using n = numbers<type>;
@@ -192,15 +193,15 @@ template <kind type> __device__ __forceinline__ void fold(const sw_fold_args &a)
 			float sum[n::count] = {};
 #pragma unroll 4
 			for (u32 k = 0; k < a.top_k; k++) {
-				int slot = slots[k];
+				u32 slot = static_cast<u32>(slots[k]);
+				bool some = slot < a.length;
 				float f[n::count];
-				n::unpack(
-				    load_vector_if(slot >= 0,
-				                   a.rows + static_cast<u64>(max(slot, 0)) * a.row_bytes + 16 * v),
-				    f);
+				n::unpack(load_vector_if(
+					      some, a.rows + static_cast<u64>(some ? slot : 0) * a.row_bytes + 16 * v),
+				          f);
 #pragma unroll
 				for (u32 i = 0; i < n::count; i++)
-					sum[i] = slot >= 0 ? __fadd_rn(sum[i], f[i]) : sum[i];
+					sum[i] = some ? __fadd_rn(sum[i], f[i]) : sum[i];
 			}
 			store_vector(a.sums + static_cast<u64>(token) * a.row_bytes + 16 * v, n::pack(sum));
 		}
@@ -208,9 +209,9 @@ template <kind type> __device__ __forceinline__ void fold(const sw_fold_args &a)
 			continue;
 #pragma unroll 1
 		for (u32 k = threadIdx.x; k < a.top_k; k += blockDim.x) {
-			int slot = slots[k];
+			u32 slot = static_cast<u32>(slots[k]);
 			reinterpret_cast<float *>(a.to_weights)[static_cast<u64>(token) * a.top_k + k] =
-			    slot < 0 ? 0 : reinterpret_cast<const float *>(a.weights)[slot];
+			    slot < a.length ? reinterpret_cast<const float *>(a.weights)[slot] : 0;
 		}
 	}
 }

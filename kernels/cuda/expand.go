@@ -65,7 +65,7 @@ func (x *dispatches) addFold(p *port, a *kernels.Fold) error {
 	}
 	args := foldArgs{
 		rows: uint64(a.Rows.Ptr), slots: uint64(a.Slots.Ptr), sums: uint64(a.Sums.Ptr), rowBytes: uint32(a.Sums.Bytes / int64(tokens)),
-		tokens: uint32(tokens), topK: uint32(a.TopK),
+		tokens: uint32(tokens), topK: uint32(a.TopK), length: uint32(a.Length()),
 	}
 	if a.ToWeights.Bytes > 0 {
 		args.weights, args.toWeights = uint64(a.Weights.Ptr), uint64(a.ToWeights.Ptr)

@@ -39,12 +39,12 @@ type foldArgs struct {
 	_ structs.HostLayout
 
 	rows      uint64 // addresses: [length, rowBytes]
-	slots     uint64 // [tokens, topK] of int32, the row of each choice, -1 for none
+	slots     uint64 // [tokens, topK] of int32, the row of each choice; what is none of length rows is none
 	sums      uint64 // [tokens, rowBytes]
 	weights   uint64 // [length]; 0: there are none
 	toWeights uint64 // [tokens, topK]
 	rowBytes  uint32
 	tokens    uint32
 	topK      uint32
-	spare     uint32
+	length    uint32
 }

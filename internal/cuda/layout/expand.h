@@ -38,14 +38,14 @@ struct sw_expand_args {
 /* One launch of fold_rows. */
 struct sw_fold_args {
 	uint64_t rows; /* addresses: [length, rowBytes] */
-	uint64_t slots; /* [tokens, topK] of int32, the row of each choice, -1 for none */
+	uint64_t slots; /* [tokens, topK] of int32, the row of each choice; what is none of length rows is none */
 	uint64_t sums; /* [tokens, rowBytes] */
 	uint64_t weights; /* [length]; 0: there are none */
 	uint64_t to_weights; /* [tokens, topK] */
 	uint32_t row_bytes;
 	uint32_t tokens;
 	uint32_t top_k;
-	uint32_t spare;
+	uint32_t length;
 };
 
 #endif

@@ -494,7 +494,7 @@ func Of() map[string]int {
 		m["fold_args.row_bytes"] = int(unsafe.Offsetof(s.row_bytes))
 		m["fold_args.tokens"] = int(unsafe.Offsetof(s.tokens))
 		m["fold_args.top_k"] = int(unsafe.Offsetof(s.top_k))
-		m["fold_args.spare"] = int(unsafe.Offsetof(s.spare))
+		m["fold_args.length"] = int(unsafe.Offsetof(s.length))
 	}
 	{
 		var s C.struct_sw_message_block

@@ -583,8 +583,36 @@ def failed(rank, size):
     buffer.destroy()
 
 
-def test_an_index_that_is_no_expert(worlds):
-    worlds.get(2, world.cuda).run(failed, timeout=60)
+def expansion_failed(rank, size):
+    """The same of rows one for each choice, which are made behind the dispatch: they are none, and the later call tells."""
+    buffer = deep_ep.ElasticBuffer(dist.group.WORLD)
+    x, idx, weights = routing(rank, size, 12, 0, CUDA)
+    beyond = idx.clone()
+    if rank == 1:
+        beyond[3, 1] = 4 * size
+
+    def send(ways):
+        rows, _, _, handle, _ = buffer.dispatch(
+            x, ways, weights, num_experts=4 * size, num_max_tokens_per_rank=12, do_cpu_sync=False, do_expand=True
+        )
+        return rows, handle
+
+    choices = (idx >= 0).sum(1, keepdim=True)
+    torch.testing.assert_close(buffer.combine(*send(idx))[0], x * choices)
+    for _ in range(3):
+        _, none = send(beyond)
+        torch.cuda.synchronize()
+        assert (none.slots == -1).all()
+        dist.barrier()
+        with pytest.warns(RuntimeWarning, match=f"token 3 of rank 1 has expert {4 * size} as choice 1"):
+            rows, handle = send(idx)
+        torch.testing.assert_close(buffer.combine(rows, handle)[0], x * choices)
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("fails", [failed, expansion_failed])
+def test_an_index_that_is_no_expert(worlds, fails):
+    worlds.get(2, world.cuda).run(fails, timeout=60)
 
 
 # Groups and defaults

@@ -129,24 +129,26 @@ bool folds()
 	    from_weights(4ull * length, true), to_weights(4ull * tokens * top_k);
 	for (u32 i = 0; i < length * row / 2; i++)
 		rows.of<uint16_t>(i) = static_cast<uint16_t>(bf16x2_of(static_cast<float>(draw(2001)) / 7 - 100, 0));
+	std::vector<bool> some;
 	for (u32 i = 0; i < tokens * top_k; i++) {
-		int slot = slots.of<int>(i) = draw(3) == 0 ? -1 : static_cast<int>(draw(length));
+		int slot = slots.of<int>(i) = draw(3) == 0 ? -1 : static_cast<int>(draw(length + length / 8));
+		some.push_back(slot >= 0 && static_cast<u32>(slot) < length);
 		if (weights)
-			to_weights.wants<u32>(i) = slot < 0 ? 0 : from_weights.of<u32>(slot);
+			to_weights.wants<u32>(i) = some[i] ? from_weights.of<u32>(slot) : 0;
 	}
 	for (u32 t = 0; t < tokens; t++)
 		for (u32 i = 0; i < row / 2; i++) {
 			float sum = 0;
 			for (u32 k = 0; k < top_k; k++) {
 				int slot = slots.of<int>(t * top_k + k);
-				if (slot >= 0)
+				if (some[t * top_k + k])
 					sum += __uint_as_float(static_cast<u32>(rows.of<uint16_t>(slot * (row / 2) + i))
 					                       << 16);
 			}
 			sums.wants<uint16_t>(t * (row / 2) + i) = static_cast<uint16_t>(bf16x2_of(sum, 0));
 		}
 	sw_fold_args a{rows.at(), slots.at(), sums.at(), weights ? from_weights.at() : 0, to_weights.at(), row,
-	               tokens,    top_k,      0};
+	               tokens,    top_k,      length};
 	return runs(1 + draw(3), SW_EXPAND_THREADS, [&a] { fold_rows_bf16(a); }) && sums.right("sums") &&
 	       to_weights.right("weights");
 }
