@@ -42,7 +42,7 @@ func (d *Dispatcher) Dispatch(s device.Stream, t Tokens) (*Handle, error) {
 
 // DispatchTo is Dispatch, and Handle.CopyTo of what it leaves, whose Routing it returns if that is wanted. On a GPU it is one call, in which
 // TokenMajor rows are copied as they come, unless Options.MaxSMs bounds that. They may be written to to.Rows in place of Handle.Rows, which is undefined
-// then: with Options.LowLatency, and by peers where to.Rows lies in the heap and has room for MaxRows. After an error by which the dispatcher cannot go
+// then: with Options.LowLatency, and by peers where to.Rows lies in the heap. After an error by which the dispatcher cannot go
 // on, a peer may still write there until it has heard of that.
 func (d *Dispatcher) DispatchTo(s device.Stream, t Tokens, to Result) (*Handle, *Routing, error) {
 	if d.c.Heap.Device().Kind() != device.HostKind {

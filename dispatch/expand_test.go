@@ -94,8 +94,8 @@ func expandAndFold(r *rank, seed uint64) {
 			if s != nil {
 				require.NoError(r, s.Synchronize())
 			}
-			require.Equal(r, make([]byte, f.Sums.Len()), r.down(f.Sums))
-			require.Equal(r, make([]byte, f.ToWeights.Len()), r.down(f.ToWeights))
+			require.Equal(r, string(make([]byte, f.Sums.Len())), string(r.down(f.Sums)))
+			require.Equal(r, string(make([]byte, f.ToWeights.Len())), string(r.down(f.ToWeights)))
 		}
 	}
 	require.NoError(r, d.Close(r.Ctx))

@@ -158,7 +158,7 @@ type dispatchRowsWords struct {
 	offsets    uint64 `c:"uint32_t *"`
 	rankCounts uint64 `c:"uint32_t *"`
 	most       int64  // rows of an output, or of what a combine of few tokens is given
-	room       int64  // rows that a dispatch of few tokens writes at most: those behind are left out
+	room       int64  // rows that a dispatch by token writes at most: those behind are left out
 	align      int64
 	capacity   int64 // 0: an expert's rows follow those of the one before
 }

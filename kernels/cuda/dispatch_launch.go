@@ -362,17 +362,17 @@ func (l *dispatchCall) straight(a *dispatchArgs, r *kernels.Results) *kernels.Re
 	return withoutRows(r)
 }
 
-// inPlace has peers write rows that follow one another where the caller wants a copy of them, if they reach that and all rows that can come have
-// room, and returns what is left to copy.
+// inPlace has peers write rows that follow one another where the caller wants a copy of them, if they reach that, as far as there is room, and
+// returns what is left to copy.
 func (l *dispatchCall) inPlace(a *dispatchArgs, tokens *kernels.Buffer, r *kernels.Results) (*kernels.Results, bool) {
 	if r == nil || r.Count == 0 || !l.compact() {
 		return nil, false
 	}
 	part := &r.Parts[0]
-	if !part.Rows || !part.To.Reach || part.To.Ptr%16 != 0 || part.To.Bytes < l.m.Rows*int64(a.wireBytes) || part.To.Overlaps(tokens) {
+	if !part.Rows || !part.To.Reach || part.To.Ptr%16 != 0 || part.To.Overlaps(tokens) {
 		return nil, false
 	}
-	a.send.toRows = uint64(part.To.Place)
+	a.send.toRows, a.out.room = uint64(part.To.Place), min(l.m.Rows, part.To.Bytes/int64(a.wireBytes))
 	return withoutRows(r), true
 }
 

@@ -451,6 +451,12 @@ func TestTheEmulationFindsBugs(t *testing.T) {
 		"rows of few tokens are written where the caller has no room": {
 			"if (row < a.out.room)", "if (true)",
 		},
+		"a row goes behind the room that its rank has said": {
+			"room = room_of(word);", "room = most_room;",
+		},
+		"a row of one's own goes behind the room": {
+			"room = static_cast<u32>(a.out.room);", "room = most_room;",
+		},
 		"numbers of an earlier call are taken for this one's": {
 			"return static_cast<u32>(word >> 32) == static_cast<u32>(epoch);", "return word != 0;",
 		},

@@ -85,3 +85,40 @@ func TestRowsOfFewTokensGoStraightToTheCaller(t *testing.T) {
 		require.Equal(t, 2, r.Count, "the caller's are as they were")
 	}
 }
+
+// Peers write rows of many tokens where the caller wants a copy of them, as many as there is room for, and the rest is copied: unless they do not
+// reach that, or the tokens lie there.
+func TestRowsOfManyTokensGoStraightToTheCaller(t *testing.T) {
+	const wire = 32
+	for name, c := range map[string]struct {
+		layout kernels.RowLayout
+		reach  bool
+		at     int64
+		rows   int64
+		room   int64 // 0: all is copied
+	}{
+		"without gaps":            {kernels.TokenRows, true, 4096, 8, 5},
+		"more room than rows":     {kernels.TokenRows, true, 4096, 4, 4},
+		"not reached":             {kernels.TokenRows, false, 4096, 8, 0},
+		"not at a multiple of 16": {kernels.TokenRows, true, 4100, 8, 0},
+		"where tokens lie":        {kernels.TokenRows, true, 1024, 8, 0},
+		"by rank":                 {kernels.RankRows, true, 4096, 8, 0},
+	} {
+		r := &kernels.Results{}
+		r.Add(kernels.ResultPart{To: kernels.Buffer{Ptr: uintptr(c.at), Place: c.at - 64, Reach: c.reach, Bytes: 5 * wire}, Row: wire, Rows: true})
+		r.Add(kernels.ResultPart{To: kernels.Buffer{Ptr: 512, Bytes: 8}, Row: 8})
+		a, m := &dispatchArgs{wireBytes: wire}, &kernels.DispatchBounds{Layout: c.layout, Rows: c.rows}
+		left, ok := (&dispatchCall{dispatches: &dispatches{m: m}}).inPlace(a, &kernels.Buffer{Ptr: 1000, Bytes: 100}, r)
+		require.Equal(t, c.room != 0, ok, name)
+		if !ok {
+			require.Zero(t, a.send, name)
+			require.Zero(t, a.out, name)
+			continue
+		}
+		require.Equal(t, 1, left.Count, name)
+		require.Equal(t, r.Parts[1], left.Parts[0], name)
+		require.EqualValues(t, c.at-64, a.send.toRows, name)
+		require.Equal(t, c.room, a.out.room, name)
+		require.Equal(t, 2, r.Count, "the caller's are as they were")
+	}
+}

@@ -309,7 +309,7 @@ struct sw_dispatch_rows {
 	uint32_t *offsets;
 	uint32_t *rank_counts;
 	int64_t most; /* rows of an output, or of what a combine of few tokens is given */
-	int64_t room; /* rows that a dispatch of few tokens writes at most: those behind are left out */
+	int64_t room; /* rows that a dispatch by token writes at most: those behind are left out */
 	int64_t align;
 	int64_t capacity; /* 0: an expert's rows follow those of the one before */
 };

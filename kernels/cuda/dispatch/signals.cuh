@@ -25,6 +25,10 @@ __device__ __forceinline__ bool frees(u64 word) { return (word >> 8 & SW_DISPATC
 __device__ __forceinline__ u32 blocks_of(u64 word) { return word >> 16 & 0xffff; }
 __device__ __forceinline__ bool makes(u64 word) { return (word >> 32 & 1) != 0; }
 
+// Next to these, in the upper 31 bits, how many rows a rank takes where it says that it wants them.
+constexpr u32 most_room = ~0u >> 1;
+__device__ __forceinline__ u32 room_of(u64 word) { return static_cast<u32>(word >> 33); }
+
 // The word of a block: how many of its rows are there, the place of the first among those of its rank (in an output
 // without gaps among all), and whether that is all. The highest bit says in place of that which choice is no expert
 // (each_choice).
@@ -71,12 +75,13 @@ __device__ __forceinline__ bool is_of(u64 word, u64 epoch)
 	return static_cast<u32>(word >> 32) == static_cast<u32>(epoch);
 }
 
-// Tells one peer, and where this rank's rows are, or where it wants those that go to it.
-__device__ __forceinline__ void signal_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u32 blocks, u64 rows)
+// Tells one peer, and where this rank's rows are, or where it wants those that go to it, and how many of them.
+__device__ __forceinline__ void signal_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u32 blocks, u64 rows,
+                                             u64 room = 0)
 {
 	u64 line = begin_line(a, peer, a.world.rank, epoch);
 	store16_relaxed_sys(line + 16, epoch, rows);
-	store16_relaxed_sys(line, epoch, begin_word(a, blocks));
+	store16_relaxed_sys(line, epoch, begin_word(a, blocks) | room << 33);
 }
 __device__ __forceinline__ void signal_begin(const sw_dispatch_args &a, u32 peer, u64 epoch, u32 blocks)
 {

@@ -54,6 +54,7 @@ template <typename Quantiser> struct mover {
 		u32 n = a.world.size, due = static_cast<u32>(clock()) +
 		                            (r.warp * gridDim.x + blockIdx.x) * (a.interval / (a.movers * gridDim.x));
 		u64 there = good && r.lane < n ? r.b.output[r.lane] : 0;
+		u32 room = good && r.lane < n ? r.b.room[r.lane] : 0;
 		u32 k = 0;
 #pragma unroll 1
 		for (u32 task = r.warp; task < tasks(); task += a.movers, k++) {
@@ -77,7 +78,7 @@ template <typename Quantiser> struct mover {
 #pragma unroll 1
 			for (u32 d = r.lane; d < n; d += 32) {
 				int p = d == r.lane ? to : r.s.place[t * n + d];
-				if (p >= 0)
+				if (static_cast<u32>(p) < (d == r.lane ? room : r.b.room[d])) // not -1
 					bulk_store((d == r.lane ? there : r.b.output[d]) +
 					               static_cast<u64>(p) * a.wire_bytes + Quantiser::out(at),
 					           row, Quantiser::out(bytes));

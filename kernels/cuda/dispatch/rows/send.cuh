@@ -61,7 +61,7 @@ __device__ __forceinline__ void send_rows(const sw_dispatch_args &a, rows_board 
 	// Peers hear of the call. Nobody writes rows to a peer before it has room for them.
 	begin_landing(a, epoch);
 	if (blockIdx.x == 0 && threadIdx.x < n)
-		signal_begin(a, threadIdx.x, epoch, gridDim.x, a.send.to_rows);
+		signal_begin(a, threadIdx.x, epoch, gridDim.x, a.send.to_rows, static_cast<u64>(a.out.room));
 	bool good = threadIdx.x >= n || threadIdx.x == a.world.rank || await_room(a, threadIdx.x, epoch, seen);
 	// Where the block's tokens go: known, or behind those of the blocks before this one.
 	if (cached)

@@ -48,6 +48,7 @@ struct rows_board {
 	u32 wrong;                // some_wrong where a block before this one has such a choice
 	u32 sum[SW_MAX_RANKS];    // rows of each rank, of receiving
 	u64 output[SW_MAX_RANKS]; // where rows of each rank go: the first that can be
+	u32 room[SW_MAX_RANKS];   // and how many have room there: those behind are left out
 };
 
 constexpr u32 beside_part = 1; // named barrier of the threads that do not move
@@ -248,9 +249,15 @@ struct rows_sender {
 	__device__ __forceinline__ bool find_output(u32 d)
 	{
 		u64 word, place = a.send.to_rows;
-		bool good =
-		    d == a.world.rank || (a.mode & SW_DISPATCH_COMPACT) == 0 || await_begin(a, d, epoch, word, place);
-		b.output[d] = segment(a.world, d) + place;
+		u32 room = most_room;
+		bool good = true;
+		if ((a.mode & SW_DISPATCH_COMPACT) != 0) {
+			if (d == a.world.rank)
+				room = static_cast<u32>(a.out.room);
+			else if ((good = await_begin(a, d, epoch, word, place)))
+				room = room_of(word);
+		}
+		b.output[d] = segment(a.world, d) + place, b.room[d] = room;
 		return good;
 	}
 

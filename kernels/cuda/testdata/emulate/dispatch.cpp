@@ -171,7 +171,6 @@ bool no_expert()
 	u32 who = draw(w.size);
 	while (b.tokens[who] == 0)
 		b = random_batch(w);
-	constexpr u8 others = 0x3c;
 	constexpr i64 wrong[] = {-2, -(1ll << 40), 1ll << 32, (1ll << 40) + 1, INT64_MAX, INT64_MIN};
 	u32 at_choice = draw(b.tokens[who] * w.top_k);
 	i64 value = draw(3) == 0 ? static_cast<i64>(w.experts) : wrong[draw(6)];
