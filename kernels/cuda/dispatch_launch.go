@@ -351,29 +351,32 @@ func (x *dispatches) addInto(p *port, r *kernels.Results, others int) error {
 // straight has a dispatch of few tokens put its rows by token where the caller wants a copy of them, and returns what is left to copy: no peer
 // writes rows of few tokens. One that goes on without ranks may clear rows of theirs for which the copy has no room.
 func (l *dispatchCall) straight(a *dispatchArgs, r *kernels.Results) *kernels.Results {
-	if r == nil || r.Count == 0 || !l.m.Layout.ByToken() || l.m.Masks {
+	to, room := l.wanted(a, r)
+	if to == nil || !l.m.Layout.ByToken() || l.m.Masks {
 		return r
 	}
-	part := &r.Parts[0]
-	if !part.Rows || part.To.Ptr%16 != 0 {
-		return r
-	}
-	a.out.rows, a.out.room = uint64(part.To.Ptr), min(l.m.Rows, part.To.Bytes/int64(a.wireBytes))
+	a.out.rows, a.out.room = uint64(to.Ptr), room
 	return withoutRows(r)
 }
 
 // inPlace has peers write rows that follow one another where the caller wants a copy of them, if they reach that, as far as there is room, and
 // returns what is left to copy.
 func (l *dispatchCall) inPlace(a *dispatchArgs, tokens *kernels.Buffer, r *kernels.Results) (*kernels.Results, bool) {
-	if r == nil || r.Count == 0 || !l.compact() {
+	to, room := l.wanted(a, r)
+	if to == nil || !l.compact() || !to.Reach || to.Overlaps(tokens) {
 		return nil, false
 	}
-	part := &r.Parts[0]
-	if !part.Rows || !part.To.Reach || part.To.Ptr%16 != 0 || part.To.Overlaps(tokens) {
-		return nil, false
-	}
-	a.send.toRows, a.out.room = uint64(part.To.Place), min(l.m.Rows, part.To.Bytes/int64(a.wireBytes))
+	a.send.toRows, a.out.room = uint64(to.Place), room
 	return withoutRows(r), true
+}
+
+// wanted is where the caller wants a copy of rows, if kernels can write them there at once, and how many of them have room.
+func (l *dispatchCall) wanted(a *dispatchArgs, r *kernels.Results) (to *kernels.Buffer, room int64) {
+	if r == nil || r.Count == 0 || !r.Parts[0].Rows || r.Parts[0].To.Ptr%16 != 0 {
+		return nil, 0
+	}
+	to = &r.Parts[0].To
+	return to, min(l.m.Rows, to.Bytes/int64(a.wireBytes))
 }
 
 // withoutRows is the rest of a copy that begins with rows.
